@@ -1,0 +1,1 @@
+"""Configuration: typed schema, presets, and the strict merge."""

@@ -1,0 +1,393 @@
+"""Every setting of a run, as frozen dataclasses: the single truth about what can be configured.
+
+YAML files beside this module are presets and nothing more. `lowbit.configs.compose` merges what Hydra
+composed into these classes once; past that point the code sees only `RunConfig`, never a DictConfig.
+A field without a reader is a defect: add it together with the code that obeys it.
+
+Units are in the names or the docstrings: *tokens* are tokenizer tokens, *sequences* are rows of a batch,
+*steps* are optimizer steps.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class MlpKind(StrEnum):
+    """Feed-forward non-linearity."""
+
+    swiglu = "swiglu"
+    """down(silu(gate(x)) * up(x)), three matrices."""
+    relu2 = "relu2"
+    """down(relu(up(x))**2), two matrices."""
+
+
+class RopeScaling(StrEnum):
+    """How rotary frequencies are stretched beyond the trained context."""
+
+    none = "none"
+    linear = "linear"
+    """Positions divided by `factor` (position interpolation)."""
+    ntk = "ntk"
+    """Base enlarged to theta * factor**(d/(d-2)): high frequencies untouched, low ones interpolated."""
+    llama3 = "llama3"
+    """Per-frequency interpolation of Llama 3.1, with `low_freq_factor` and `high_freq_factor`."""
+    yarn = "yarn"
+    """NTK-by-parts with attention temperature (YaRN), with `beta_fast` and `beta_slow`."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling = RopeScaling.none
+    factor: float = 1.0
+    """Context extension: new length / `original_sequence`."""
+    original_sequence: int = 2048
+    """Context length the unscaled frequencies were trained for (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A dense pre-norm decoder without biases."""
+
+    name: str = "tiny"
+    """Preset name, for display."""
+    layers: int = 4
+    width: int = 256
+    """Residual stream width."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int = 4
+    """Key/value heads: = heads is MHA, 1 is MQA, anything between is GQA; must divide `heads`."""
+    head_dim: int | None = None
+    """Width of a head; None means width / heads."""
+    mlp: MlpKind = MlpKind.swiglu
+    mlp_width: int = 704
+    """Hidden width of the feed-forward network (of `up`; SwiGLU has a `gate` as wide)."""
+    qk_norm: bool = True
+    """RMSNorm over each head's query and key before the rotary embedding."""
+    tied_head: bool = False
+    """Share the token embedding and the LM head."""
+    logit_softcap: float | None = None
+    """Logits become cap * tanh(logits / cap)."""
+    norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    max_sequence: int = 2048
+    """Longest sequence the model takes, in training and in generation."""
+    init_std: float = 0.02
+    """Standard deviation of all matrices but the output projections, which get init_std / sqrt(2 * layers)."""
+    vocab_multiple: int = 64
+    """The embedding is padded to a multiple of this many rows; padded rows are never predicted."""
+
+
+class SourceKind(StrEnum):
+    """Where documents come from."""
+
+    python_docs = "python_docs"
+    """Standard-library sources and documentation of the running Python: on every machine."""
+    files = "files"
+    """Local .txt .md .py .rst .jsonl .jsonl.zst .parquet files, folders or globs."""
+    huggingface = "huggingface"
+    """A data set read by the `datasets` library, by hub name or local path."""
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of documents; a mixture has several, by name."""
+
+    kind: SourceKind = SourceKind.python_docs
+    path: str = ""
+    """files: a file, a folder (searched recursively) or a glob. huggingface: a data set's name or path."""
+    text_field: str = "text"
+    """Field that holds the document in .jsonl, .parquet and data sets."""
+    weight: float = 1.0
+    """Share of training tokens, relative to the other sources."""
+    subset: str | None = None
+    """huggingface: configuration name."""
+    split: str = "train"
+    """huggingface: split."""
+    streaming: bool = False
+    """huggingface: stream instead of downloading first (the packer reads it once; training never does)."""
+    max_documents: int | None = None
+    """Stop after this many documents."""
+
+
+class TokenizerKind(StrEnum):
+    """How text becomes token ids."""
+
+    bytes = "bytes"
+    """256 byte values and one end-of-text id."""
+    bpe = "bpe"
+    """Byte-level BPE, trained on the run's own sources when no file is there yet."""
+    file = "file"
+    """A Hugging Face `tokenizer.json`, or a folder that holds one."""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Tokenizer of a run."""
+
+    kind: TokenizerKind = TokenizerKind.bpe
+    path: str = ""
+    """file: the tokenizer. bpe: where the trained one is kept; empty means inside `data.cache_dir`."""
+    vocab_size: int = 4096
+    """bpe: vocabulary to train, the end-of-text id included."""
+    train_bytes: int = 50_000_000
+    """bpe: most text read for training it."""
+    eot: str | None = None
+    """file: the token that separates documents; None means look for the usual names."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Documents, tokenizer, packing and the order of training samples."""
+
+    sources: dict[str, SourceConfig] = field(default_factory=lambda: {"python_docs": SourceConfig()})
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    sequence_length: int = 256
+    """Tokens a training sequence."""
+    document_mask: bool = True
+    """Attention stays inside a document; false: plain causal attention across packed documents."""
+    held_out: float = 0.02
+    """Share of documents (by content hash) kept for evaluation."""
+    cache_dir: str = "data"
+    """Folder of packed shards and trained tokenizers."""
+    pack_workers: int = 0
+    """Processes that tokenize and pack; 0 means one a core."""
+    shard_tokens: int = 16_777_216
+    """Most tokens in one shard."""
+    prefetch: int = 4
+    """Micro-batches prepared ahead in the background; 0 means none."""
+
+
+@dataclass(frozen=True)
+class BatchWarmupConfig:
+    """One stage of a batch-size warm-up."""
+
+    until_tokens: int = 0
+    """This stage lasts until so many tokens were trained on."""
+    sequences: int = 0
+    """Sequences an optimizer step in this stage."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How many sequences an optimizer step takes."""
+
+    sequences: int = 16
+    """Sequences an optimizer step, over all ranks and micro-batches."""
+    micro_batch: int = 16
+    """Sequences a rank processes at once; must divide each step's share."""
+    warmup: list[BatchWarmupConfig] = field(default_factory=list)
+    """Stages before the full batch, in order of `until_tokens`."""
+
+
+class OptimizerKind(StrEnum):
+    """Optimizer of the 2-D hidden matrices; everything else always takes AdamW."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
+class ScheduleKind(StrEnum):
+    """Shape of the learning rate over the run, after warm-up."""
+
+    wsd = "wsd"
+    """Constant, then linear down to `final_fraction` over the last `decay_fraction` of the run."""
+    cosine = "cosine"
+    constant = "constant"
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning-rate schedule, as a function of the run's progress."""
+
+    kind: ScheduleKind = ScheduleKind.wsd
+    warmup_steps: int = 20
+    decay_fraction: float = 0.3
+    final_fraction: float = 0.0
+    """Last learning rate over the peak."""
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    """Muon's own settings (`torch.optim.Muon`)."""
+
+    lr: float = 0.02
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    ns_steps: int = 5
+    match_rms_adamw: bool = False
+    """Scale updates by 0.2 * sqrt(max(rows, cols)), so that AdamW learning rates apply."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer, its schedule, clipping and weight averaging."""
+
+    kind: OptimizerKind = OptimizerKind.adamw
+    lr: float = 3e-3
+    """AdamW's peak learning rate (with Muon: of embeddings, head and norms)."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled; on matrices only, never on embeddings or norms."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights, evaluated beside them; None means none."""
+    z_loss: float = 0.0
+    """Weight of mean(logsumexp(logits)**2), added to the training loss only."""
+
+
+class ComputeDtype(StrEnum):
+    """Type of activations and matrix products (master weights are always FP32)."""
+
+    auto = "auto"
+    """bf16 where the device multiplies it fast, otherwise fp32."""
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Precision of the computation."""
+
+    name: str = "auto"
+    """Preset name, for display."""
+    compute: ComputeDtype = ComputeDtype.auto
+
+
+class EngineKind(StrEnum):
+    """What runs forward, backward and the optimizer step."""
+
+    local = "local"
+    """One process, plain PyTorch."""
+
+
+class Recompute(StrEnum):
+    """Activation checkpointing."""
+
+    none = "none"
+    full = "full"
+    """Keep each block's input; recompute the block in the backward pass."""
+    selective = "selective"
+    """Keep matrix products and attention outputs; recompute the element-wise rest."""
+
+
+class CompileMode(StrEnum):
+    """Whether blocks go through `torch.compile`."""
+
+    auto = "auto"
+    """On a GPU, yes; on a CPU, when a C++ compiler is there."""
+    on = "on"
+    off = "off"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Execution."""
+
+    kind: EngineKind = EngineKind.local
+    compile: CompileMode = CompileMode.auto
+    recompute: Recompute = Recompute.none
+
+
+class CommKind(StrEnum):
+    """Gradient synchronisation between ranks."""
+
+    none = "none"
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """Communication."""
+
+    kind: CommKind = CommKind.none
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and which are kept."""
+
+    every_steps: int = 250
+    """0 means only at the end and when interrupted."""
+    keep_last: int = 2
+    """Newest checkpoints kept; at least 1."""
+    keep_every_steps: int = 0
+    """Checkpoints at multiples of this many steps are kept for good; 0 means none."""
+    background: bool = True
+    """Write in a background thread while training goes on."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Validation in the loop."""
+
+    every_steps: int = 250
+    """0 means only at the end."""
+    max_tokens: int = 65_536
+    """Held-out tokens an evaluation in the loop reads; the last one reads `final_tokens`."""
+    final_tokens: int = 1_048_576
+    sample_tokens: int = 96
+    """Length of the text sampled at the end; 0 means none."""
+    sample_prompt: str = "def "
+
+
+class WandbMode(StrEnum):
+    """Weights & Biases."""
+
+    online = "online"
+    offline = "offline"
+    off = "off"
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where metrics go; `metrics.jsonl` in the run's folder is always written."""
+
+    every_steps: int = 10
+    wandb: WandbMode = WandbMode.off
+    wandb_project: str = "lowbit"
+    tensorboard: bool = False
+    softmax_saturation: bool = True
+    """Measure, at each evaluation, the share of attention rows whose largest weight exceeds 0.99."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A pretraining run."""
+
+    run_name: str = "pretrain"
+    """Name of the run's folder under `runs/`."""
+    seed: int = 1
+    deterministic: bool = False
+    """Bitwise reproducible: deterministic kernels, and nothing that depends on the clock."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    max_steps: int | None = None
+    max_tokens: int | None = None
+    max_minutes: float | None = None
+    """The run ends at whichever limit comes first; at least one is needed."""
+    resume: str = "auto"
+    """auto: go on from the newest good checkpoint in the run's folder, if any; none: start anew; or a path."""
+    resume_allow: list[str] = field(default_factory=list)
+    """Differences accepted when resuming: any of tokenizer, data, model."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -1,0 +1,43 @@
+"""What lowbit raises on purpose, and the exit code each one ends the process with.
+
+Messages are one line: what is wrong, where (key, file, layer), and what to do. The command line prints them
+without a traceback; anything else that escapes is a bug and keeps its traceback.
+"""
+
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+
+class LowbitError(Exception):
+    """A failure we understand. Exit code 1."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(LowbitError):
+    """The configuration is wrong or asks for something impossible. Exit code 2."""
+
+    exit_code = EXIT_BAD_CONFIG
+
+
+class DataError(LowbitError):
+    """Documents, tokenizers or shards are missing, damaged or do not fit the run."""
+
+
+class CheckpointError(LowbitError):
+    """A checkpoint is missing, damaged or belongs to another run."""
+
+
+class NonFiniteError(LowbitError):
+    """A loss or a gradient became NaN or infinite; nothing was written from that step."""
+
+
+class OutOfMemoryError(LowbitError):
+    """The device ran out of memory; the message says what to change."""
+
+
+class Interrupted(LowbitError):
+    """A signal asked the run to end; its state was saved. Exit code 130."""
+
+    exit_code = EXIT_INTERRUPTED

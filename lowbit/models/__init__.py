@@ -1,0 +1,1 @@
+"""Model definitions: layers, attention, the dense transformer, the LM head, and their cost."""
