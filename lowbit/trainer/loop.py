@@ -1,0 +1,179 @@
+"""The one training loop. Read `Trainer.fit` and `Trainer.train_step`: that is all of it.
+
+A step is: the micro-batches of this rank, forward and backward on each, one look at the loss and the gradient
+norm on the host (the step's only synchronisation), and, if both are finite, the optimizer. Nothing from a bad
+step is applied or saved. The learning rate and the batch size are functions of where the run is, so a resumed
+run needs nothing but its position.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowbit.configs.schema import RunConfig
+from lowbit.data.batch import Batch
+from lowbit.data.loader import Loader
+from lowbit.errors import Interrupted, NonFiniteError
+from lowbit.trainer.console import Console
+from lowbit.trainer.ema import Ema
+from lowbit.trainer.engine import Engine
+from lowbit.trainer.guard import SignalGuard, SpikeScore, first_bad, first_bad_gradient
+from lowbit.trainer.meters import StepMeter
+from lowbit.trainer.metrics import MetricsLog
+from lowbit.trainer.objective import Objective
+from lowbit.trainer.schedule import lr_scale, progress
+
+
+@dataclass
+class Position:
+    """Where a run is: all the loop's own state, saved with every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    """Tokens trained on, over all ranks."""
+    seconds: float = 0.0
+    """Wall-clock time spent, over all resumptions."""
+    spike: SpikeScore = field(default_factory=SpikeScore)
+
+
+@dataclass
+class Hooks:
+    """What the loop asks of the run around it."""
+
+    evaluate: Callable[[bool], dict[str, float]]
+    """Validation metrics; the argument says whether this is the last, longer one."""
+    save: Callable[[Position], None]
+    """Write a checkpoint of the position just reached."""
+
+
+class Trainer:
+    """Drives an engine over a loader until a limit of the configuration is reached."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        loader: Loader,
+        objective: Objective,
+        hooks: Hooks,
+        log: MetricsLog,
+        console: Console,
+        meter: StepMeter,
+        ema: Ema | None = None,
+        position: Position | None = None,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.loader = loader
+        self.objective = objective
+        self.hooks = hooks
+        self.log = log
+        self.console = console
+        self.meter = meter
+        self.ema = ema
+        self.position = position or Position()
+
+    def fit(self) -> None:
+        """Train until the first limit; evaluates and saves on the way and at the end.
+
+        Raises:
+            Interrupted: a signal came; the state was saved first.
+            NonFiniteError: a loss or gradient was NaN or infinite; the last checkpoint is from before it.
+        """
+        with SignalGuard() as signals:
+            while not self.done:
+                row = self.train_step()
+                last = self.done
+                if last or self._due(self.config.evaluation.every_steps):
+                    with self.meter.part("eval"):
+                        row |= self.hooks.evaluate(last)
+                self._log(row)
+                stop = signals.requested and not last
+                if last or stop or self._due(self.config.checkpoint.every_steps):
+                    with self.meter.part("checkpoint"):
+                        self.hooks.save(self.position)
+                if stop:
+                    raise Interrupted(f"interrupted by {signals.requested}: saved at step {self.position.step}")
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step; returns its metrics."""
+        config, position, engine = self.config, self.position, self.engine
+        self.meter.start_step()
+        with self.meter.part("data"):
+            batches = self.loader.next_step()
+        valid = engine.sum_over_ranks(sum(batch.valid_tokens for batch in batches))
+        scale = lr_scale(config.optim.schedule, position.step, self.progress)
+        nll = torch.zeros((), device=engine.device)
+        for batch in batches:
+            nll += engine.micro_step(self.objective, batch.to(engine.device), 1.0 / valid).nll_sum
+        norm = engine.gradient_norm()
+        loss, grad_norm = torch.stack([nll.double() / valid, norm.double()]).tolist()  # the step's one synchronisation
+        self._require_finite(loss, grad_norm, batches)
+        engine.step(scale, _clip_scale(grad_norm, config.optim.clip_norm))
+        if self.ema is not None:
+            self.ema.update()
+
+        tokens = int(engine.sum_over_ranks(sum(batch.tokens.numel() for batch in batches)))
+        position.step += 1
+        position.tokens += tokens
+        position.seconds += self.meter.end_step(tokens)
+        return {
+            "step": position.step,
+            "tokens": position.tokens,
+            "loss": loss,
+            "lr": scale * config.optim.lr,
+            "grad_norm": grad_norm,
+            "spike_score": position.spike.update(loss),
+            "sequences": tokens // config.data.sequence_length,
+        }
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is done, 0 to 1, by whichever limit is nearest."""
+        return progress(self.config, self.position.step, self.position.tokens, self.position.seconds)
+
+    @property
+    def done(self) -> bool:
+        """Whether a limit is reached."""
+        return self.progress >= 1.0
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.position.step % every == 0
+
+    def _log(self, row: dict[str, Any]) -> None:
+        """Show every step; write those that are due, the last and the evaluated ones."""
+        if self._due(self.config.logging.every_steps) or self.done or "val_bpb" in row:
+            row |= self.meter.read()
+            row |= {f"epoch/{name}": value for name, value in self.loader.epochs().items()}
+            self.log.log(row)
+        self.console.step(row, self.progress)
+
+    def _require_finite(self, loss: float, grad_norm: float, batches: list[Batch]) -> None:
+        """Stop before the optimizer sees a bad gradient, naming the first layer that went wrong."""
+        if math.isfinite(loss) and math.isfinite(grad_norm) and grad_norm > 0:
+            return
+        step = self.position.step + 1
+        if grad_norm == 0:
+            raise NonFiniteError(f"step {step}: every gradient is zero (loss {loss:g}); nothing would be learned")
+        raise NonFiniteError(
+            f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}; first bad: {self._first_bad(batches)}; "
+            "the step was not applied; lower optim.lr, or go on from an earlier checkpoint with resume=PATH"
+        )
+
+    def _first_bad(self, batches: list[Batch]) -> str:
+        """The first layer with a non-finite output on these micro-batches, else the first such gradient."""
+        model = self.engine.model
+        for batch in batches:
+            moved = batch.to(self.engine.device)
+            if (name := first_bad(model, lambda b=moved: self.objective(model, b))) is not None:
+                return f"output of {name}"
+        return f"gradient of {first_bad_gradient(model) or 'no single layer (the norm overflowed)'}"
+
+
+def _clip_scale(norm: float, max_norm: float) -> float:
+    """Factor that brings a gradient of this L2 norm down to `max_norm`; 1 where it is within, or clipping is off."""
+    return max_norm / norm if 0 < max_norm < norm else 1.0

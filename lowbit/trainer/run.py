@@ -1,0 +1,350 @@
+"""A pretraining run from configuration to result: data, model, engine, checkpoint, loop, final words.
+
+`pretrain` is what `lowbit pretrain` calls; `load_run` opens a finished or running run for generation and
+evaluation. Everything a run leaves is in its folder: config.yaml, metrics.jsonl, run.log, tokenizer/, checkpoints/.
+"""
+
+import logging
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowbit
+from lowbit.configs.compose import load_config, save_config
+from lowbit.configs.schema import ComputeDtype, PrecisionConfig, RunConfig
+from lowbit.data.dataset import Dataset, prepare_data
+from lowbit.data.loader import Cursor, Loader
+from lowbit.data.tokenizer import Tokenizer, load_tokenizer
+from lowbit.errors import CheckpointError, ConfigError, OutOfMemoryError
+from lowbit.infer.engine import Generator
+from lowbit.models.cost import flops_per_token
+from lowbit.models.probe import softmax_saturation
+from lowbit.models.transformer import Transformer
+from lowbit.trainer.checkpoint import CheckpointStore, Snapshot, check_same
+from lowbit.trainer.console import Console
+from lowbit.trainer.ema import Ema
+from lowbit.trainer.engine import LocalEngine, load_tensors
+from lowbit.trainer.evaluate import evaluate
+from lowbit.trainer.guard import SpikeScore
+from lowbit.trainer.hardware import device_name, fast_bf16, peak_flops
+from lowbit.trainer.lock import RunLock
+from lowbit.trainer.loop import Hooks, Position, Trainer
+from lowbit.trainer.meters import StepMeter
+from lowbit.trainer.metrics import MetricsLog
+from lowbit.trainer.objective import NextToken
+from lowbit.trainer.schedule import sequences_at
+
+logger = logging.getLogger("lowbit")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run reached."""
+
+    run_dir: Path
+    step: int
+    tokens: int
+    val_bpb: float
+    trigram_bpb: float
+    sample: str
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run opened for use."""
+
+    run_dir: Path
+    config: RunConfig
+    model: Transformer
+    tokenizer: Tokenizer
+    step: int
+
+
+def pretrain(config: RunConfig, run_dir: Path) -> RunResult:
+    """Train as configured in `run_dir` (made if missing), resuming from what is there as `config.resume` says."""
+    with RunLock(run_dir):
+        run = Pretraining(config, run_dir)
+        try:
+            return run.execute()
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(_out_of_memory_advice(config, run.device)) from error
+        finally:
+            run.close()
+
+
+class Pretraining:
+    """Builds the parts in the order in which a mistake is cheapest to find, then runs the loop."""
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.device = pick_device(config.device)
+        self.dtype = compute_dtype(config.precision, self.device)
+        self.console = Console()
+        self.loader: Loader | None = None
+        self.log: MetricsLog | None = None
+
+    def execute(self) -> RunResult:
+        """The whole run."""
+        trainer = self.build()
+        trainer.fit()
+        self.store.wait()
+        return self._conclude(trainer.position)
+
+    def build(self) -> Trainer:
+        """Everything a run needs, resumed to where it was: the trainer is ready for its next step."""
+        config = self.config
+        set_deterministic(config.deterministic)
+        self.data = prepare_data(config.data, logger.info)
+        self.model = build_model(config, self.data.tokenizer.vocab_size, self.dtype, self.device)
+        self.model.init_weights(config.seed)
+        self.engine = LocalEngine(self.model, config.optim, config.engine)
+        self.ema = Ema(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
+        self.store = CheckpointStore(self.run_dir / "checkpoints", config.checkpoint, logger.warning)
+        self.loader = self._make_loader()
+        position = self._resume()
+        save_config(config, self.run_dir / "config.yaml")
+        self.data.tokenizer.save(self.run_dir / "tokenizer")
+        self.log = MetricsLog(self.run_dir, config.logging, asdict(config), after_step=position.step)
+        self._val_bpb = float("nan")
+        self._introduce()
+        return Trainer(
+            config,
+            self.engine,
+            self.loader,
+            NextToken(config.optim.z_loss),
+            Hooks(self._evaluate, self._save),
+            self.log,
+            self.console,
+            StepMeter(self.device, self._flops_per_token(), peak_flops(self.device)),
+            self.ema,
+            position,
+        )
+
+    def close(self) -> None:
+        """Stop background work; safe at any point."""
+        if self.loader is not None:
+            self.loader.close()
+        if self.log is not None:
+            self.log.close()
+        self.console.close()
+
+    # Building -------------------------------------------------------------------------------------------------
+
+    def _make_loader(self) -> Loader:
+        return Loader(
+            self.data,
+            seed=self.config.seed,
+            sequences_at=lambda sample: sequences_at(self.config, sample),
+            micro_batch=self.config.batch.micro_batch,
+            rank=self.engine.rank,
+            world=self.engine.world,
+            prefetch=self.config.data.prefetch,
+            pin=self.device.type == "cuda",
+        )
+
+    def _flops_per_token(self) -> float:
+        return flops_per_token(self.config.model, self.data.tokenizer.vocab_size, self.config.data.sequence_length)
+
+    def _introduce(self) -> None:
+        """Say what will run, before it does."""
+        parameters = sum(p.numel() for p in self.model.parameters())
+        logger.info("model %s: %.1f million parameters", self.config.model.name, parameters / 1e6)
+        for row in self.engine.optimizer.groups():
+            logger.info("  %s", row)
+        logger.info("device %s, compute %s (native)", device_name(self.device), str(self.dtype).removeprefix("torch."))
+
+    # Checkpoints ----------------------------------------------------------------------------------------------
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same when a run goes on."""
+        return {
+            "tokenizer": self.data.tokenizer.digest,
+            "data": self.data.describe(),
+            "model": asdict(self.config.model),
+        }
+
+    def _save(self, position: Position) -> None:
+        assert self.loader is not None
+        self.store.save(
+            Snapshot(
+                step=position.step,
+                model=self.engine.model_tensors(),
+                optimizer=self.engine.optimizer.state_tensors(),
+                ema=self.ema.state_tensors() if self.ema else None,
+                meta={
+                    "tokens": position.tokens,
+                    "seconds": position.seconds,
+                    "spike": position.spike.as_dict(),
+                    "cursor": self.loader.cursor.as_dict(),
+                    "identity": self._identity(),
+                    "vocab_size": self.data.tokenizer.vocab_size,
+                    "val_bpb": self._val_bpb,
+                    "versions": {
+                        "lowbit": lowbit.__version__,
+                        "torch": torch.__version__,
+                        "python": platform.python_version(),
+                    },
+                },
+            )
+        )
+
+    def _resume(self) -> Position:
+        """Load what `resume` names and return where it was; a new position when there is nothing to resume."""
+        assert self.loader is not None
+        snapshot = open_snapshot(self.config.resume, self.store)
+        if snapshot is None:
+            return Position()
+        check_same(snapshot.meta["identity"], self._identity(), self.config.resume_allow)
+        self.engine.load(snapshot.model, snapshot.optimizer)
+        if self.ema is not None and snapshot.ema is not None:
+            self.ema.load_state_tensors(snapshot.ema)
+        cursor = Cursor.from_dict(snapshot.meta["cursor"])
+        self.loader.seek(Cursor(cursor.sample, self.config.seed, self.data.fingerprint))
+        logger.info("resumed at step %d (%d tokens)", snapshot.step, snapshot.meta["tokens"])
+        return Position(
+            step=snapshot.step,
+            tokens=snapshot.meta["tokens"],
+            seconds=snapshot.meta["seconds"],
+            spike=SpikeScore.from_dict(snapshot.meta["spike"]),
+        )
+
+    # Evaluation and the end -----------------------------------------------------------------------------------
+
+    def _evaluate(self, last: bool) -> dict[str, float]:
+        settings = self.config.evaluation
+        budget = settings.final_tokens if last else settings.max_tokens
+        token_bytes = self.data.tokenizer.token_bytes()
+        batches = self.data.validation_batches(self.config.batch.micro_batch, budget)
+        result = evaluate(self.model, batches, token_bytes)
+        self._val_bpb = result.bpb
+        row = {"val_bpb": result.bpb, "val_loss": result.loss}
+        if self.dtype is torch.bfloat16:
+            row["val_bpb_bf16"] = result.bpb
+        if self.ema is not None:
+            with self.ema.swapped():
+                batches = self.data.validation_batches(self.config.batch.micro_batch, budget)
+                row["val_bpb_ema"] = evaluate(self.model, batches, token_bytes).bpb
+        if self.config.logging.softmax_saturation:
+            batch = next(iter(self.data.validation_batches(1, self.config.data.sequence_length))).to(self.device)
+            shares = softmax_saturation(self.model, batch.tokens, batch.visibility)
+            row["softmax_saturation"] = sum(shares) / len(shares)
+        return row
+
+    def _conclude(self, position: Position) -> RunResult:
+        """Print what was reached and what to do next."""
+        trigram = self.data.trigram_bpb()
+        sample = self._sample()
+        verdict = "below" if self._val_bpb < trigram else "NOT below"
+        logger.info(
+            "validation %.4f bits per byte, %s the byte-trigram baseline's %.4f", self._val_bpb, verdict, trigram
+        )
+        if sample:
+            logger.info("sample:\n%s", sample)
+        logger.info("run folder: %s", self.run_dir)
+        logger.info(
+            "next: lowbit generate %s --prompt 'import '  |  lowbit report %s  |  lowbit eval %s", *[self.run_dir] * 3
+        )
+        return RunResult(self.run_dir, position.step, position.tokens, self._val_bpb, trigram, sample)
+
+    def _sample(self) -> str:
+        settings, tokenizer = self.config.evaluation, self.data.tokenizer
+        if settings.sample_tokens == 0:
+            return ""
+        prompt = [tokenizer.eot_id, *tokenizer.encode(settings.sample_prompt)]
+        length = min(settings.sample_tokens, self.config.model.max_sequence - len(prompt))
+        generator = Generator(self.model, tokenizer.eot_id)
+        [completion] = generator.generate([prompt], max_new_tokens=length, temperature=0.8, top_p=0.95, seed=1)
+        return settings.sample_prompt + tokenizer.decode(completion.tokens)
+
+
+# Pieces that generation and evaluation share ------------------------------------------------------------------
+
+
+def load_run(run_dir: Path, checkpoint: str = "latest", device: str = "auto") -> LoadedRun:
+    """Open a run's checkpoint for generation or evaluation, in the precision it was trained in.
+
+    Raises:
+        CheckpointError: there is no run or no readable checkpoint.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise CheckpointError(f"{run_dir} is not a run's folder: it has no config.yaml")
+    config = load_config(run_dir / "config.yaml")
+    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, logger.warning)
+    snapshot = store.load(checkpoint, weights_only=True)
+    tokenizer = load_tokenizer(run_dir / "tokenizer")
+    where = pick_device(device)
+    model = build_model(config, tokenizer.vocab_size, compute_dtype(config.precision, where), where)
+    load_tensors({name: p.detach() for name, p in model.named_parameters()}, snapshot.model)
+    return LoadedRun(run_dir, config, model, tokenizer, snapshot.step)
+
+
+def open_snapshot(resume: str, store: CheckpointStore) -> Snapshot | None:
+    """The checkpoint that `resume` (auto, none or a path) names; None for a fresh start."""
+    if resume == "none":
+        if store.list():
+            raise CheckpointError(
+                f"{store.folder} already holds checkpoints and resume=none would mix two runs: "
+                "choose another run_name, or delete the folder"
+            )
+        return None
+    if resume == "auto":
+        return store.load("latest") if store.list() else None
+    return store.load(resume)
+
+
+def build_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Transformer:
+    """The model on `device`, weights not yet set."""
+    with torch.device("meta"):
+        model = Transformer(config.model, vocab_size, dtype)
+    return model.to_empty(device=device)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the first GPU, or the CPU where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device=cuda, but PyTorch sees no CUDA device: set device=cpu, or see `lowbit doctor`")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
+    """The type activations and products have on this device."""
+    if precision.compute is ComputeDtype.auto:
+        return torch.bfloat16 if fast_bf16(device) else torch.float32
+    return torch.bfloat16 if precision.compute is ComputeDtype.bf16 else torch.float32
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Have PyTorch use only kernels that give the same bits each time, or whatever is fastest."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
+    torch.use_deterministic_algorithms(wanted)
+
+
+def _out_of_memory_advice(config: RunConfig, device: torch.device) -> str:
+    micro_batch, recompute = config.batch.micro_batch, config.engine.recompute
+    advice = [f"batch.micro_batch={micro_batch // 2}"] if micro_batch > 1 else ["data.sequence_length (shorter)"]
+    advice += {"none": ["engine.recompute=selective", "engine.recompute=full"], "selective": ["engine.recompute=full"]}.get(
+        recompute.value, []
+    )
+    return (
+        f"{device_name(device)} ran out of memory at batch.micro_batch={micro_batch}, "
+        f"data.sequence_length={config.data.sequence_length}, engine.recompute={recompute.value}: "
+        f"try {' or '.join(advice)} (`lowbit plan` with the same overrides says what fits); "
+        "the last checkpoint is intact and resume=auto goes on from it"
+    )
+
+
+def dataset_of(run: LoadedRun) -> Dataset:
+    """The data a run was trained on, packed again if its shards are gone."""
+    return prepare_data(run.config.data, logger.info)

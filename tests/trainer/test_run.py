@@ -1,0 +1,225 @@
+"""A whole run: what it leaves, and that interruptions of every kind lose nothing and change nothing."""
+
+import json
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowbit.configs.schema import BatchWarmupConfig, OptimizerKind, RunConfig
+from lowbit.errors import CheckpointError, ConfigError, LowbitError, NonFiniteError
+from lowbit.models.transformer import Transformer
+from lowbit.trainer.run import load_run, pretrain
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The run's metrics."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint: weights, optimizer, moving average."""
+    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    return {f"{file.stem}/{name}": t for file in newest.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def assert_same_end(a: Path, b: Path) -> None:
+    """Both runs ended with the same bits, and logged the same losses for the same steps."""
+    left, right = final_tensors(a), final_tensors(b)
+    assert left.keys() == right.keys() and len(left) > 10
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+    for key in ("step", "tokens", "loss", "grad_norm", "lr", "val_bpb", "spike_score"):
+        assert [r.get(key) for r in rows(a)] == [r.get(key) for r in rows(b)], key
+
+
+def in_process(config: RunConfig, run_dir: Path, body: str) -> subprocess.Popen[bytes]:
+    """A real second process that runs `body` with `config` and `run_dir` in scope."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    pickled = run_dir.parent / f"{run_dir.name}.pickle"
+    pickled.write_bytes(pickle.dumps((config, run_dir)))
+    code = (
+        "import pickle, pathlib, torch; torch.set_num_threads(1)\n"
+        f"config, run_dir = pickle.loads(pathlib.Path({str(pickled)!r}).read_bytes())\n{body}"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+
+
+SLOW_STEPS = """
+import time
+from lowbit.trainer.loop import Trainer
+step = Trainer.train_step
+Trainer.train_step = lambda self: (time.sleep(0.2), step(self))[1]
+"""
+
+RUN = """
+import sys
+from lowbit.errors import LowbitError
+from lowbit.trainer.run import pretrain
+try:
+    pretrain(config, run_dir)
+except LowbitError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Until the run has logged `step`."""
+    for _ in range(600):
+        if (run_dir / "metrics.jsonl").exists() and any(r["step"] >= step for r in rows(run_dir)):
+            return
+        if process.poll() is not None:
+            raise AssertionError(process.stderr and process.stderr.read().decode())
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} never came")
+
+
+def test_a_run_leaves_what_others_rely_on(tiny_run: RunConfig, tmp_path: Path) -> None:
+    result = pretrain(tiny_run, tmp_path / "run")
+    assert result.step == 6 and result.tokens == 6 * 8 * 32
+    assert {"config.yaml", "metrics.jsonl", "checkpoints", "tokenizer"} <= {p.name for p in result.run_dir.iterdir()}
+    log = rows(result.run_dir)
+    assert [r["step"] for r in log] == [1, 2, 3, 4, 5, 6]
+    assert log[-1]["tokens"] == result.tokens and log[-1]["loss"] < log[0]["loss"]
+    assert [r["step"] for r in log if "val_bpb" in r] == [3, 6]
+    assert log[-1]["val_bpb"] == result.val_bpb and math.isfinite(result.trigram_bpb)
+    assert result.sample.startswith("doc")
+
+
+def test_loaded_run_is_the_trained_model(tiny_run: RunConfig, tmp_path: Path) -> None:
+    result = pretrain(tiny_run, tmp_path / "run")
+    run = load_run(result.run_dir, device="cpu")
+    assert run.step == 6 and run.config == tiny_run
+    saved = final_tensors(result.run_dir)
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(parameter, saved[f"model/{name}"])
+    hidden = run.model(torch.randint(0, 257, (1, 16)))
+    assert torch.isfinite(hidden).all(), "buffers outside the checkpoint were restored too"
+
+
+@pytest.mark.parametrize("change", ["plain", "muon_ema_warmup_tied"])
+def test_resuming_changes_no_bit(tiny_run: RunConfig, tmp_path: Path, change: str) -> None:
+    if change != "plain":
+        optim = replace(tiny_run.optim, kind=OptimizerKind.muon, ema_decay=0.9, z_loss=1e-4)
+        batch = replace(tiny_run.batch, warmup=[BatchWarmupConfig(until_tokens=256, sequences=4)])
+        tiny_run = replace(tiny_run, optim=optim, batch=batch, model=replace(tiny_run.model, tied_head=True))
+    pretrain(tiny_run, tmp_path / "whole")
+    # The schedule is a function of max_steps, so an early end is an interruption, never a smaller max_steps.
+    process = in_process(
+        tiny_run,
+        tmp_path / "parts",
+        "import os\nfrom lowbit.trainer.run import Pretraining\n"
+        "save = Pretraining._save\n"
+        "def die(self, position):\n"
+        "    save(self, position); self.store.wait()\n"
+        "    if position.step == 4: os.kill(os.getpid(), 9)\n"
+        "Pretraining._save = die\n" + RUN,
+    )
+    assert process.wait() == -signal.SIGKILL
+    pretrain(tiny_run, tmp_path / "parts")
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_kill_at_any_moment_loses_at_most_since_the_last_checkpoint(tiny_run: RunConfig, tmp_path: Path) -> None:
+    tiny_run = replace(tiny_run, max_steps=9)
+    pretrain(tiny_run, tmp_path / "whole")
+    for delay in (0.0, 0.07, 0.31):
+        process = in_process(tiny_run, tmp_path / "parts", SLOW_STEPS + RUN)
+        wait_for_step(tmp_path / "parts", 1, process)
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+    pretrain(tiny_run, tmp_path / "parts")
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_130(tiny_run: RunConfig, tmp_path: Path, number: signal.Signals) -> None:
+    tiny_run = replace(tiny_run, checkpoint=replace(tiny_run.checkpoint, every_steps=0))
+    pretrain(tiny_run, tmp_path / "whole")
+    process = in_process(tiny_run, tmp_path / "parts", SLOW_STEPS + RUN)
+    wait_for_step(tmp_path / "parts", 2, process)
+    os.kill(process.pid, number)
+    assert process.wait() == 130
+    assert process.stderr is not None
+    assert number.name in process.stderr.read().decode()
+    pretrain(tiny_run, tmp_path / "parts")
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_two_runs_in_one_folder(tiny_run: RunConfig, tmp_path: Path) -> None:
+    process = in_process(tiny_run, tmp_path / "run", SLOW_STEPS + RUN)
+    wait_for_step(tmp_path / "run", 1, process)
+    with pytest.raises(LowbitError, match=str(process.pid)):
+        pretrain(tiny_run, tmp_path / "run")
+    assert process.wait() == 0
+
+
+def test_non_finite_stops_before_the_step_and_saves_nothing(
+    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Transformer.forward
+
+    def poison(self: Transformer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        poison.calls += 1  # type: ignore[attr-defined]
+        if poison.calls == 8:  # type: ignore[attr-defined]  # two forwards a step: somewhere in step 4
+            with torch.no_grad():
+                self.blocks[1].mlp.down.weight[0, 0] = math.nan
+        return forward(self, *args, **kwargs)
+
+    poison.calls = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(Transformer, "forward", poison)
+    tiny_run = replace(tiny_run, evaluation=replace(tiny_run.evaluation, every_steps=0))
+    with pytest.raises(NonFiniteError, match=r"step 4: .*blocks\.1\.mlp\.down"):
+        pretrain(tiny_run, tmp_path / "run")
+    assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").glob("step_*"))] == ["step_00000002"]
+    for name, tensor in final_tensors(tmp_path / "run").items():
+        assert torch.isfinite(tensor).all(), name
+
+
+def test_bad_resumes(tiny_run: RunConfig, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    pretrain(tiny_run, run_dir)
+    longer = replace(tiny_run, max_steps=8)
+    wider = replace(longer, model=replace(longer.model, mlp_width=64))
+    with pytest.raises(CheckpointError, match="mlp_width"):
+        pretrain(wider, run_dir)
+    other_text = replace(longer, data=replace(longer.data, held_out=0.3))
+    with pytest.raises(CheckpointError, match=r"resume_allow"):
+        pretrain(other_text, run_dir)
+    assert pretrain(replace(other_text, resume_allow=["data"]), run_dir).step == 8
+    with pytest.raises(CheckpointError, match="resume=none"):
+        pretrain(replace(longer, resume="none"), run_dir)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        pretrain(replace(longer, resume=str(tmp_path / "nowhere")), tmp_path / "other")
+
+
+def test_damaged_checkpoint_falls_back_to_the_last_good_one(
+    tiny_run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretrain(tiny_run, tmp_path / "whole")
+    pretrain(tiny_run, tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoints" / "step_00000006" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    with caplog.at_level("WARNING", "lowbit"):
+        pretrain(tiny_run, tmp_path / "run")
+    assert "step_00000006" in caplog.text
+    assert_same_end(tmp_path / "whole", tmp_path / "run")
+
+
+def test_no_cuda(tiny_run: RunConfig, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ConfigError, match="device=cpu"):
+        pretrain(replace(tiny_run, device="cuda"), tmp_path / "run")
