@@ -1,0 +1,141 @@
+"""Attention under one visibility rule, by the fastest correct kernel of the device.
+
+Plain causal attention (`mask` None) is SDPA: on a GPU cuDNN first, then flash (H200, B4 H16 T4096 D128: cuDNN 589
+TFLOP/s forward, flash 275). Documents and other visibilities are a dense bool mask on the CPU and
+FlexAttention on a GPU.
+
+FlexAttention skips blocks of the score matrix, and wants to be told which. Evaluating the rule on all T^2 pairs
+would cost more than it saves; but start and limit are intervals, so their extremes over each block of B keys decide:
+for queries [q0, q1) and a block of keys K,
+    some pair may be visible   when  q0 < max(limit_K)  and  q1 - 1 >= min(start_K)
+    all pairs are visible      when  q0 >= max(start_K) and  q1 <= min(limit_K)
+which is O(T + (T/B)^2) and free of host synchronisation. Blocks that are "some" but not "all" evaluate the
+rule pair by pair. An incomplete last block is never "all": its missing rows are nobody's.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from lowbit.errors import DataError
+from lowbit.models.visibility import Visibility
+
+AttentionMask = Tensor | BlockMask | None
+"""None: plain causal. Tensor: bool [B, 1, T, S], true where visible. BlockMask: FlexAttention's."""
+
+BLOCK = 128
+_PREFERRED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def prepare_mask(visibility: Visibility | None, batch: int, length: int, device: torch.device | str) -> AttentionMask:
+    """What `attention` needs to know of a batch's visibility; built once a batch and shared by all layers.
+
+    Args:
+        visibility: None for plain causal. batch, length: shape [B, T] of the tokens. device: where attention runs.
+
+    Raises:
+        DataError: the visibility has another shape.
+    """
+    if visibility is None:
+        return None
+    if visibility.start.shape != (batch, length):
+        raise DataError(
+            f"visibility has shape {list(visibility.start.shape)}, the tokens have [{batch}, {length}]: "
+            "build it from the same batch"
+        )
+    visibility = visibility.to(device, non_blocking=True)
+    if visibility.start.device.type == "cuda":
+        return block_mask(visibility)
+    return dense_mask(visibility)
+
+
+def dense_mask(visibility: Visibility) -> Tensor:
+    """The rule for every pair: bool [B, 1, T, T], true where query (row) sees key (column)."""
+    query = torch.arange(visibility.start.shape[1], device=visibility.start.device)[None, None, :, None]
+    return (visibility.start[:, None, None, :] <= query) & (query < visibility.limit[:, None, None, :])
+
+
+def cached_mask(lengths: Tensor, new_tokens: int, extent: int) -> Tensor:
+    """Mask of `new_tokens` queries behind a cache: bool [B, 1, T, S]; query t of row b sees keys 0..lengths[b] + t."""
+    query = lengths[:, None] + torch.arange(new_tokens, device=lengths.device)  # [B, T]
+    return torch.arange(extent, device=lengths.device)[None, None, None, :] <= query[:, None, :, None]
+
+
+def block_mask(visibility: Visibility, block: int = BLOCK) -> BlockMask:
+    """FlexAttention's BlockMask of a visibility, from the extremes of start and limit over blocks of keys."""
+    start, limit = visibility.start, visibility.limit
+    length = start.shape[1]
+    blocks = -(-length // block)
+    pad = blocks * block - length
+
+    def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Least and greatest over each block of keys, [B, 1, blocks]; the last real token stands in for padding."""
+        padded = torch.cat((tensor, tensor[:, -1:].expand(-1, pad)), dim=1).view(-1, blocks, block)
+        least, greatest = padded.aminmax(dim=-1)
+        return least[:, None, :], greatest[:, None, :]
+
+    start_least, start_greatest = extremes(start)
+    limit_least, limit_greatest = extremes(limit)
+    first = torch.arange(blocks, device=start.device)[None, :, None] * block  # [1, blocks of queries, 1]
+    last = first + block
+    some = (first < limit_greatest) & (last - 1 >= start_least)
+    every = (first >= start_greatest) & (last <= limit_least)
+    if pad:
+        every = every & (torch.arange(blocks, device=start.device) < blocks - 1)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (start[b, k] <= q) & (q < limit[b, k])
+
+    partial_count, partial_index = _listed(some & ~every)
+    full_count, full_index = _listed(some & every)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial_index,
+        full_count,
+        full_index,
+        BLOCK_SIZE=block,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [B, Q, K] -> how many are chosen in each row, int32 [B, 1, Q], and their columns first, [B, 1, Q, K]."""
+    count = chosen.sum(dim=-1, dtype=torch.int32)
+    index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return count[:, None], index[:, None].contiguous()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None = None) -> Tensor:
+    """softmax(q k^T * scale + mask) v, with the heads of k and v shared by groups of query heads.
+
+    Args:
+        q: [B, H, T, D]. k, v: [B, Hkv, S, D], Hkv dividing H. mask: of `prepare_mask` or `cached_mask`.
+        scale: 1 / sqrt(D) when None.
+
+    Returns:
+        [B, H, T, D].
+    """
+    grouped = k.shape[1] != q.shape[1]
+    if isinstance(mask, BlockMask):
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+        out = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+        assert isinstance(out, Tensor)
+        return out
+    if q.device.type == "cuda" and mask is None:
+        with sdpa_kernel(_PREFERRED, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+@cache
+def _compiled_flex() -> Any:
+    """FlexAttention is a kernel only when compiled; blocks that run uncompiled use this one."""
+    return torch.compile(flex_attention, dynamic=False)

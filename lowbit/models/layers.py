@@ -1,0 +1,104 @@
+"""The layers everything else is built from: Linear, RMSNorm, Embedding, and the KV-cache protocol.
+
+Parameters are FP32 masters. A matrix product runs in its input's type: the weight is rounded to that type at use,
+so the only state is the FP32 weight and a checkpoint never depends on the compute type. The rounding costs
+6 bytes a weight (read 4, write 2) each micro-batch; for 0.4 billion weights on a 4.3 TB/s GPU that is 0.6 ms
+beside a micro-batch of about 200 ms, which is why training keeps no second copy. Decoding reads every weight once
+a token and does gain: there `frozen_weights` holds the rounded copies while nothing trains.
+
+RMSNorm (Zhang and Sennrich, 2019, arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * weight, its statistics in FP32.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Linear(nn.Module):
+    """y = x @ weight.T without bias; FP32 master weight [out, in], product in the type of x."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.zeros(out_features, in_features))
+        self.frozen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        weight = self.weight.to(x.dtype) if self.frozen is None else self.frozen
+        return F.linear(x, weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}"
+
+
+@contextmanager
+def frozen_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Round every Linear's weight to `dtype` once and use the copies until the context ends.
+
+    For generation and other passes in which no weight changes; gradients do not reach the masters inside it.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    try:
+        for linear in linears:
+            linear.frozen = linear.weight.detach().to(dtype)
+        yield
+    finally:
+        for linear in linears:
+            linear.frozen = None
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation of the last dimension; statistics and product in FP32, result in the type of x."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> [..., width]."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class Embedding(nn.Module):
+    """Rows of an FP32 table [rows, width] by token id."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [...] -> FP32 [..., width]."""
+        return F.embedding(tokens, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
+
+
+class KVCache(Protocol):
+    """Keys and values of the tokens a sequence has seen; what `Transformer.forward` asks of a cache.
+
+    The forward writes its T tokens of row b at lengths[b] .. lengths[b] + T - 1 and does not move `lengths`: only the
+    caller knows how many of a right-padded row are real. It moves them itself afterwards; what lies beyond a
+    row's length is never seen and is overwritten by the next tokens.
+    """
+
+    lengths: Tensor
+    """int64 [B]: tokens stored in each row, on the model's device."""
+
+    def extent(self, new_tokens: int) -> int:
+        """Slots S that hold the longest row and `new_tokens` more; raises ConfigError when there are fewer."""
+        ...
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [B, Hkv, T, D] of one layer behind each row's length; return all of them, [B, Hkv, S, D]."""
+        ...

@@ -1,0 +1,303 @@
+"""The LM head: cross-entropy over the vocabulary without ever holding the batch's logits.
+
+With z_i = W h_i (softcap c: z = c tanh(W h / c)), lse_i = log sum_v exp z_iv and target t_i, the loss is
+    sum_i w_i (lse_i - z_i[t_i])  +  z_loss * sum_i w_i lse_i^2
+and its gradient with respect to the logits is known in closed form as soon as they are:
+    g_iv = w_i ((1 + 2 z_loss lse_i) softmax(z_i)_v - [v = t_i])         (times 1 - (z_iv / c)^2 with a softcap)
+So the forward pass goes over the tokens in chunks, makes a chunk's logits [C, V], turns them into g, adds
+g W to dh and g^T h to dW, and drops them: memory is C V numbers rather than N V, and nothing is recomputed
+in the backward pass, which only scales dh and dW. The scalar loss is the only thing that can be differentiated, once.
+
+Passes over [C, V] decide the speed. On a GPU one compiled kernel does the element-wise part. On the CPU chunks
+stay in the cache, and neither the normalisation nor the token weights cost a pass: with e = exp(z - max) and
+s = sum e, g_i = (w_i / s_i) (e_i - s_i onehot), so the row factor multiplies h and dh [C, d] instead.
+
+Rows of the weight at and beyond `vocab_size` are padding: never a probability, never a gradient.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.errors import DataError
+
+_CPU_CHUNK_NUMBERS = 1 << 20
+"""Logits in a chunk on the CPU: 4 MiB, which stay in the cache between passes."""
+_GPU_CHUNK_NUMBERS = 1 << 28
+"""On a GPU: 512 MiB in BF16; chunks large enough that adding up dW costs little."""
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """Sums over the tokens of a batch; divide by the global number of valid tokens."""
+
+    loss_sum: Tensor
+    """FP32 scalar, differentiable: sum_i w_i nll_i + z_loss * sum_i w_i lse_i^2."""
+    nll_sum: Tensor
+    """FP32 scalar, detached: sum_i w_i nll_i, in nats."""
+
+
+def lm_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    vocab_size: int,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    chunk_tokens: int | None = None,
+) -> HeadOutput:
+    """Weighted cross-entropy of a batch, with gradients for `hidden` and `weight`.
+
+    Args:
+        hidden: [N, d] in the compute type. weight: FP32 [V, d], V >= vocab_size. targets: int64 [N].
+        weights: FP32 [N]; a token of weight 0 is ignored, whatever its target.
+        chunk_tokens: tokens whose logits exist at once; chosen by the device when None.
+
+    Raises:
+        DataError: shapes that do not fit; on the CPU also a target outside the vocabulary (on a GPU the check
+            would wait for the device: the data layer has validated the ids).
+    """
+    _check(hidden, weight, targets, vocab_size)
+    if weights.shape != targets.shape:
+        raise DataError(f"LM head: weights {list(weights.shape)} and targets {list(targets.shape)} differ in shape")
+    if hidden.device.type == "cpu":
+        _check_targets(targets, weights, vocab_size)
+    targets = torch.where(weights != 0, targets, 0)
+    chunk = chunk_tokens or default_chunk(hidden.device.type, vocab_size)
+    grad = torch.is_grad_enabled()
+    loss_sum, nll_sum = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden,
+        weight,
+        targets,
+        weights.float(),
+        _Settings(vocab_size, z_loss, softcap, chunk, grad and hidden.requires_grad, grad and weight.requires_grad),
+    )
+    return HeadOutput(loss_sum, nll_sum)
+
+
+@torch.no_grad()
+def lm_head_nll(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, softcap: float | None = None
+) -> Tensor:
+    """Negative log-likelihood of each target in nats: hidden [N, d], targets int64 [N] -> FP32 [N]. No gradient."""
+    _check(hidden, weight, targets, vocab_size)
+    if hidden.device.type == "cpu":
+        _check_targets(targets, torch.ones_like(targets), vocab_size)
+    settings = _Settings(vocab_size, 0.0, softcap, default_chunk(hidden.device.type, vocab_size), False, False)
+    matrix = _matrix(weight, hidden, vocab_size)
+    nll = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+    elementwise = _forward_part(hidden.device.type)
+    for rows in _chunks(len(targets), settings.chunk):
+        nll[rows] = elementwise(hidden[rows] @ matrix.t(), targets[rows], vocab_size, softcap)[0]
+    return nll
+
+
+def lm_head_logits(hidden: Tensor, weight: Tensor, *, vocab_size: int, softcap: float | None = None) -> Tensor:
+    """Logits of a few tokens, for generation: hidden [..., d] -> FP32 [..., vocab_size]."""
+    logits = (hidden @ weight[:vocab_size].to(hidden.dtype).t()).float()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def default_chunk(device_type: str, vocab_size: int) -> int:
+    """Tokens whose logits exist at once: a multiple of 64, at least 64."""
+    numbers = _CPU_CHUNK_NUMBERS if device_type == "cpu" else _GPU_CHUNK_NUMBERS
+    return max(numbers // vocab_size // 64, 1) * 64
+
+
+@dataclass(frozen=True)
+class _Settings:
+    vocab_size: int
+    z_loss: float
+    softcap: float | None
+    chunk: int
+    hidden_grad: bool
+    weight_grad: bool
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Loss and, in the same pass over the chunks, its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
+        s = settings
+        matrix = _matrix(weight, hidden, s.vocab_size)  # [rows, d], compute type
+        gradient = s.hidden_grad or s.weight_grad
+        grad_hidden = torch.empty_like(hidden) if s.hidden_grad else None
+        grad_weight = torch.zeros(weight.shape, device=weight.device) if s.weight_grad else None
+        totals = torch.zeros(2, device=hidden.device)  # loss, nll
+        # With BF16 logits the gradient already carries the row weights; in FP32 on the CPU they come later.
+        fused = hidden.device.type != "cpu"
+        for rows in _chunks(len(targets), s.chunk):
+            logits = hidden[rows] @ matrix.t()  # [C, rows of the matrix]
+            if not gradient:
+                nll, lse = _forward_part(hidden.device.type)(logits, targets[rows], s.vocab_size, s.softcap)
+                _add(totals, nll, lse, weights[rows], s.z_loss)
+                continue
+            if fused:
+                nll, lse, grad = _compiled(_fused_grad)(
+                    logits, targets[rows], weights[rows], s.vocab_size, s.z_loss, s.softcap
+                )
+                left, factor = hidden[rows], None
+            else:
+                nll, lse, grad, factor = _eager_grad(logits, targets[rows], weights[rows], s.z_loss, s.softcap)
+                left = hidden[rows] * factor.to(hidden.dtype)
+            _add(totals, nll, lse, weights[rows], s.z_loss)
+            if grad_hidden is not None:
+                torch.mm(grad, matrix, out=grad_hidden[rows])
+                if factor is not None:
+                    grad_hidden[rows].mul_(factor)
+            if grad_weight is not None:
+                _accumulate(grad_weight[: grad.shape[1]], grad, left)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        loss_sum, nll_sum = totals.unbind()
+        loss_sum, nll_sum = loss_sum.clone(), nll_sum.clone()
+        ctx.mark_non_differentiable(nll_sum)
+        return loss_sum, nll_sum
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (
+            None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
+            None if grad_weight is None else grad_weight * grad_loss,
+            None,
+            None,
+            None,
+        )
+
+
+def _add(totals: Tensor, nll: Tensor, lse: Tensor, weights: Tensor, z_loss: float) -> None:
+    nll_sum = torch.dot(nll, weights)
+    totals[1] += nll_sum
+    totals[0] += nll_sum if z_loss == 0.0 else nll_sum + z_loss * torch.dot(lse.square(), weights)
+
+
+def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """total [V, d] FP32 += grad [C, V].T @ hidden [C, d], added up in FP32."""
+    if grad.dtype == torch.float32:
+        torch.addmm(total, grad.t(), hidden, out=total)
+    elif grad.is_cuda:
+        torch.addmm(total, grad.t(), hidden, out_dtype=torch.float32, out=total)
+    else:
+        total += grad.t().float() @ hidden.float()
+
+
+def _matrix(weight: Tensor, hidden: Tensor, vocab_size: int) -> Tensor:
+    """The weight in the compute type. A GPU multiplies the padded rows too (aligned shapes) and masks them."""
+    matrix = weight.detach() if hidden.device.type != "cpu" else weight.detach()[:vocab_size]
+    return matrix.to(hidden.dtype)
+
+
+def _eager_grad(
+    logits: Tensor, targets: Tensor, weights: Tensor, z_loss: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In place, for the CPU: (nll [C], lse [C], g without its row factor [C, V], the row factor [C, 1])."""
+    z = logits.float()
+    slope = None
+    if softcap is not None:
+        tanh = z.div_(softcap).tanh_()
+        slope = 1 - tanh.square()
+        z = tanh.mul_(softcap)
+    column = targets[:, None]
+    target_logit = z.gather(1, column).squeeze(1)
+    greatest = z.amax(dim=1, keepdim=True)
+    e = z.sub_(greatest).exp_()
+    total = e.sum(dim=1, keepdim=True)
+    lse = greatest.add(total.log()).squeeze(1)
+    factor = weights[:, None] / total
+    onehot = -total
+    if z_loss != 0.0:
+        e.mul_(1 + 2 * z_loss * lse[:, None])
+    e.scatter_add_(1, column, onehot)
+    if slope is not None:
+        e.mul_(slope)
+    return lse - target_logit, lse, e.to(logits.dtype), factor
+
+
+def _fused_grad(
+    logits: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z_loss: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For the compiler: (nll [C], lse [C], g with its row factor [C, V] in the type of the logits)."""
+    z, slope, columns = _capped(logits, vocab_size, softcap)
+    hit = columns == targets[:, None]
+    lse = torch.logsumexp(z, dim=1)
+    nll = lse - torch.where(hit, z, 0.0).sum(dim=1)
+    grad = (1 + 2 * z_loss * lse[:, None]) * torch.exp(z - lse[:, None]) - torch.where(hit, 1.0, 0.0)
+    grad = grad * slope * weights[:, None]
+    # A token of weight 0 may have anything in it, even a NaN.
+    return nll, lse, torch.where(weights[:, None] != 0, grad, 0.0).to(logits.dtype)
+
+
+def _fused_nll(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """(nll [C], lse [C])."""
+    z, _, columns = _capped(logits, vocab_size, softcap)
+    lse = torch.logsumexp(z, dim=1)
+    return lse - torch.where(columns == targets[:, None], z, 0.0).sum(dim=1), lse
+
+
+def _capped(logits: Tensor, vocab_size: int, softcap: float | None) -> tuple[Tensor, Tensor | float, Tensor]:
+    """(FP32 logits after the cap, -inf in padding; the cap's derivative; column numbers)."""
+    z = logits.float()
+    slope: Tensor | float = 1.0
+    if softcap is not None:
+        tanh = torch.tanh(z / softcap)
+        z, slope = softcap * tanh, 1 - tanh.square()
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    if logits.shape[1] > vocab_size:
+        z = torch.where(columns < vocab_size, z, float("-inf"))
+    return z, slope, columns
+
+
+def _eager_nll(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """(nll [C], lse [C]) on the CPU, in place."""
+    z = logits.float()
+    if softcap is not None:
+        z = z.div_(softcap).tanh_().mul_(softcap)
+    target_logit = z.gather(1, targets[:, None]).squeeze(1)
+    greatest = z.amax(dim=1, keepdim=True)
+    lse = z.sub_(greatest).exp_().sum(dim=1).log_().add_(greatest.squeeze(1))
+    return lse - target_logit, lse
+
+
+def _forward_part(device_type: str) -> Callable[[Tensor, Tensor, int, float | None], tuple[Tensor, Tensor]]:
+    return _eager_nll if device_type == "cpu" else _compiled(_fused_nll)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    for begin in range(0, tokens, chunk):
+        yield slice(begin, min(begin + chunk, tokens))
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise DataError(
+            f"LM head: hidden must be [tokens, width] and weight [vocabulary, width], "
+            f"got {list(hidden.shape)} and {list(weight.shape)}"
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise DataError(f"LM head: targets {list(targets.shape)} must be [{hidden.shape[0]}], one a hidden state")
+    if not 0 < vocab_size <= weight.shape[0]:
+        raise DataError(f"LM head: vocab_size={vocab_size} must lie in 1..{weight.shape[0]}, the rows of the weight")
+
+
+def _check_targets(targets: Tensor, weights: Tensor, vocab_size: int) -> None:
+    bad = ((targets < 0) | (targets >= vocab_size)) & (weights != 0)
+    if bool(bad.any()):
+        index = int(bad.nonzero()[0])
+        raise DataError(
+            f"LM head: target {int(targets[index])} of token {index} lies outside the vocabulary of {vocab_size}"
+        )
