@@ -115,6 +115,8 @@ class SourceConfig:
     """huggingface: stream instead of downloading first (the packer reads it once; training never does)."""
     max_documents: int | None = None
     """Stop after this many documents."""
+    document_bytes: int = 1_048_576
+    """files: a text file longer than this is cut at line ends into documents of at most so many bytes."""
 
 
 class TokenizerKind(StrEnum):
