@@ -1,0 +1,88 @@
+"""From what the user wrote to one frozen `RunConfig`.
+
+    overrides --check--> overrides --Hydra compose--> plain tree --strict build--> RunConfig
+
+Hydra chooses presets and merges them over a base that holds every key of the schema, so that it too refuses keys it
+does not know; `strict.build` then has the last word on keys and types. Past this module nobody sees a DictConfig.
+Presets come last in the defaults list and may override other groups; what the user writes wins over both.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowbit.configs.overrides import check, expand_sweep
+from lowbit.configs.schema import DataConfig, RunConfig
+from lowbit.configs.stored import load_config, plain, save_config, to_yaml
+from lowbit.configs.strict import build
+from lowbit.errors import ConfigError
+
+__all__ = [
+    "compose",
+    "compose_tree",
+    "expand_sweep",
+    "load_config",
+    "register_schema",
+    "save_config",
+    "to_run_config",
+    "to_yaml",
+]
+
+CONFIG_NAME = "pretrain"
+CONFIG_MODULE = "lowbit.configs"
+
+
+def register_schema() -> None:
+    """Hand Hydra the base of the defaults list: every key with its default; data sources come from their group."""
+    from hydra.core.config_store import ConfigStore
+
+    base = dataclasses.replace(RunConfig(), data=DataConfig(sources={}))
+    ConfigStore.instance().store(name="schema", node=plain(base), provider="lowbit")
+
+
+def compose_tree(overrides: Sequence[str], *, with_hydra: bool = False) -> Any:
+    """Hydra's DictConfig for one run, checked but not yet typed; `with_hydra` keeps the `hydra` node.
+
+    Raises ConfigError (one line) for every mistake in `overrides` and for whatever Hydra refuses.
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    checked = check(overrides)
+    register_schema()
+    try:
+        with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+            return hydra.compose(CONFIG_NAME, overrides=checked, return_hydra_config=with_hydra)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error, overrides)) from None
+
+
+def to_run_config(tree: Any) -> RunConfig:
+    """A composed DictConfig (or plain mapping) as RunConfig: interpolations resolved, then built strictly."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(tree, DictConfig):
+        try:
+            tree = OmegaConf.to_container(
+                OmegaConf.masked_copy(tree, [str(k) for k in tree if k != "hydra"]), resolve=True
+            )
+        except OmegaConfBaseException as error:
+            raise ConfigError(_one_line(error, [])) from None
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"the configuration is a {type(tree).__name__}, not a mapping of keys")
+    return build(RunConfig, tree)
+
+
+def compose(overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of one run from its overrides, typed; `validate.validate` checks that it can run."""
+    return to_run_config(compose_tree(overrides))
+
+
+def _one_line(error: Exception, overrides: Sequence[str]) -> str:
+    """Hydra's or OmegaConf's message as one line, beginning with the override it speaks of where that is known."""
+    cause = f" ({error.__cause__})" if error.__cause__ and "Error merging override" in str(error) else ""
+    text = " ".join(f"{error}{cause}".split()) or type(error).__name__
+    guilty = next((o for o in overrides if o.lstrip("+~").partition("=")[0] in text), None)
+    return f"{guilty}: {text}" if guilty and not text.startswith(guilty) else text

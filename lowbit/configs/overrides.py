@@ -1,0 +1,149 @@
+"""What a user writes after `lowbit pretrain`: `key=value`, `group=choice`, `+key=value`, `~key`, checked one by one.
+
+Hydra's own parser reads the grammar (quotes, lists, dictionaries, sweeps). Every override is then compared with the
+schema before Hydra composes anything, because Hydra alone lets `+unknown=1` and `steps=abc` through and says little
+about the rest. The result is a list of overrides that Hydra can apply as they stand.
+"""
+
+import itertools
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from lowbit.configs.schema import RunConfig
+from lowbit.configs.strict import build, fields_of, locate, nearest, schema_paths, show, suggest
+from lowbit.errors import ConfigError
+
+FREE_NAMES = "data.sources."
+"""Keys below this prefix are names the user chooses, so they may be added and deleted."""
+
+
+def groups() -> dict[str, list[str]]:
+    """Preset groups and their choices: the folders beside this module that hold YAML files."""
+    folders = sorted((f for f in resources.files("lowbit.configs").iterdir() if f.is_dir()), key=lambda f: f.name)
+    choices = {
+        f.name: sorted(y.name.removesuffix(".yaml") for y in f.iterdir() if y.name.endswith(".yaml")) for f in folders
+    }
+    return {name: found for name, found in choices.items() if found}
+
+
+def parse(text: str) -> Any:
+    """Hydra's `Override` for one argument. Raises ConfigError for what is no override at all."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if text.startswith("-"):
+        name = text.lstrip("-").split("=")[0].replace("-", "_")
+        best = nearest(name, schema_paths())
+        raise ConfigError(
+            f"{text}: there is no such option; settings are given as {best or 'key'}=value, without dashes"
+        )
+    if "=" not in text and not text.startswith("~"):
+        best = nearest(text, [*schema_paths(), *groups()])
+        raise ConfigError(f"{text}: not an override; write key=value{f', for example {best}=...' if best else ''}")
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        key = text.partition("=")[0]
+        raise ConfigError(
+            f"{text}: cannot be read; quote a value with spaces or any of {{}}[](),=: twice, as in {key}=\"'a, b'\""
+        ) from None
+
+
+def is_hydra(override: Any) -> bool:
+    """Whether the override configures Hydra itself (`hydra.run.dir=...`, `hydra/launcher=...`)."""
+    key = str(override.key_or_group)
+    return key == "hydra" or key.startswith(("hydra.", "hydra/"))
+
+
+def check(overrides: Sequence[str]) -> list[str]:
+    """Overrides of one run, each checked against the schema and rewritten for Hydra. Raises ConfigError."""
+    parsed = [parse(text) for text in overrides]
+    own_presets = any(str(p.key_or_group) == "hydra.searchpath" for p in parsed)
+    return [p.input_line if is_hydra(p) else _check_one(p, own_presets) for p in parsed]
+
+
+def _check_one(override: Any, own_presets: bool) -> str:
+    key, text = str(override.key_or_group), str(override.input_line)
+    if override.is_sweep_override():
+        raise ConfigError(f"{text}: several values make a sweep; add -m, or write a list as [a, b], or quote the text")
+    choices = groups()
+    if override.package is not None:
+        raise ConfigError(f"{text}: packages (@) are not used here; write {key}=...")
+    if override.is_delete():
+        return _check_delete(key, text, choices)
+    if key in choices:
+        return _check_choice(key, override.value(), text, choices[key], own_presets)
+    hint = _locate(key, text.partition("=")[2], choices)
+    value = override.value()
+    if not (isinstance(value, str) and "${" in value):  # interpolations are checked once resolved
+        try:
+            build(hint, value, key)
+        except ConfigError as error:  # show the value as it was typed: 1e3, not 1000.0
+            raise ConfigError(str(error).replace(f"{key}={show(value)}", text.lstrip("+"), 1)) from None
+    plain = text.lstrip("+")
+    return f"++{plain}" if f"{key}.".startswith(FREE_NAMES) else plain
+
+
+def _locate(key: str, value: str, choices: dict[str, list[str]]) -> Any:
+    if "." not in key and key not in fields_of(RunConfig):
+        best = nearest(key, [*schema_paths(), *choices])
+        if best in choices:
+            raise ConfigError(
+                f"{key}={value}: there is no key {key!r}; groups are {', '.join(choices)}; nearest: {best}"
+            )
+    return locate(key, value)
+
+
+def _check_choice(group: str, value: Any, text: str, choices: list[str], own_presets: bool) -> str:
+    name = str(value)
+    if isinstance(value, (dict, list)) or value is None:
+        raise ConfigError(
+            f"{text}: {group} takes the name of a preset, one of {', '.join(choices)}; set keys as {group}.KEY=..."
+        )
+    if name not in choices and not own_presets:
+        raise ConfigError(f"{text}: {group} takes one of {', '.join(choices)}{suggest(name, choices)}")
+    return text.lstrip("+")
+
+
+def _check_delete(key: str, text: str, choices: dict[str, list[str]]) -> str:
+    if key == "preset":
+        return text
+    if key.startswith(FREE_NAMES) and key.count(".") == 2:
+        return text
+    if key not in choices:
+        locate(key)
+    raise ConfigError(f"{text}: a run needs {key}; only entries of data.sources and the preset can be removed")
+
+
+def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """Every combination of a multirun's comma lists, in Hydra's order, as override lists of single runs.
+
+    `choice(...)`, `range(...)` and `glob(...)` count as lists. Intervals have no list: they need a sweeper plug-in,
+    and Hydra's own sweeper refuses them, so they are an error here.
+    """
+    choices = groups()
+    columns: list[list[str]] = []
+    for text in overrides:
+        override = parse(text)
+        if not override.is_sweep_override():
+            columns.append([text])
+            continue
+        if not override.is_discrete_sweep():
+            raise ConfigError(f"{text}: an interval has no list of values; write {override.key_or_group}=a,b,c")
+        values = _sweep_values(override, choices)
+        if not values:
+            raise ConfigError(
+                f"{text}: matches nothing; choices are {', '.join(choices.get(override.key_or_group, []))}"
+            )
+        columns.append([f"{override.get_key_element()}={value}" for value in values])
+    return [list(row) for row in itertools.product(*columns)]
+
+
+def _sweep_values(override: Any, choices: dict[str, list[str]]) -> list[str]:
+    from hydra.core.override_parser.types import Glob
+
+    value = override.value()
+    if isinstance(value, Glob):
+        return [str(name) for name in value.filter(choices.get(str(override.key_or_group), []))]
+    return [str(v) for v in override.sweep_string_iterator()]

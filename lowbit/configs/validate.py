@@ -1,0 +1,308 @@
+"""Combinations that cannot work, found before anything is loaded.
+
+Types and names are `strict.py`'s business; here are ranges and relations between keys. Every error names the keys,
+their values, and a value that would work.
+"""
+
+import glob
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lowbit.configs.schema import RopeScaling, RunConfig, ScheduleKind, SourceKind, TokenizerKind
+from lowbit.configs.strict import show
+from lowbit.errors import ConfigError
+
+BYTE_VOCABULARY = 257
+"""256 byte values and the end-of-text id: the least a byte-level tokenizer can have."""
+
+RESUME_DIFFERENCES = ("tokenizer", "data", "model")
+
+
+class Range(NamedTuple):
+    """Numbers from `low` to `high`; round brackets exclude the end, as in the error's text."""
+
+    low: float
+    high: float = float("inf")
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (value < self.high if self.open_high else value <= self.high)
+
+    def words(self) -> str:
+        low = f"{'greater than' if self.open_low else 'at least'} {self.low:g}"
+        if self.high == float("inf"):
+            return low
+        return f"{low} and {'less than' if self.open_high else 'at most'} {self.high:g}"
+
+
+COUNT = Range(1)
+NATURAL = Range(0)
+POSITIVE = Range(0, open_low=True)
+FRACTION = Range(0, 1)
+BETA = Range(0, 1, open_high=True)
+INSIDE = Range(0, 1, open_low=True, open_high=True)
+
+RANGES: dict[str, Range] = {
+    "seed": Range(0, 2**63 - 1),
+    "max_steps": COUNT,
+    "max_tokens": COUNT,
+    "max_minutes": POSITIVE,
+    "model.layers": COUNT,
+    "model.width": COUNT,
+    "model.heads": COUNT,
+    "model.kv_heads": COUNT,
+    "model.head_dim": COUNT,
+    "model.mlp_width": COUNT,
+    "model.logit_softcap": POSITIVE,
+    "model.norm_eps": POSITIVE,
+    "model.max_sequence": COUNT,
+    "model.init_std": POSITIVE,
+    "model.vocab_multiple": COUNT,
+    "model.rope.theta": Range(1, open_low=True),
+    "model.rope.factor": Range(1),
+    "model.rope.original_sequence": COUNT,
+    "model.rope.low_freq_factor": POSITIVE,
+    "model.rope.high_freq_factor": POSITIVE,
+    "model.rope.beta_fast": POSITIVE,
+    "model.rope.beta_slow": POSITIVE,
+    "data.tokenizer.vocab_size": COUNT,
+    "data.tokenizer.train_bytes": COUNT,
+    "data.sequence_length": COUNT,
+    "data.held_out": INSIDE,
+    "data.pack_workers": NATURAL,
+    "data.shard_tokens": COUNT,
+    "data.prefetch": NATURAL,
+    "batch.sequences": COUNT,
+    "batch.micro_batch": COUNT,
+    "optim.lr": POSITIVE,
+    "optim.beta1": BETA,
+    "optim.beta2": BETA,
+    "optim.eps": POSITIVE,
+    "optim.weight_decay": NATURAL,
+    "optim.clip_norm": NATURAL,
+    "optim.ema_decay": INSIDE,
+    "optim.z_loss": NATURAL,
+    "optim.muon.lr": POSITIVE,
+    "optim.muon.momentum": BETA,
+    "optim.muon.weight_decay": NATURAL,
+    "optim.muon.ns_steps": COUNT,
+    "optim.schedule.warmup_steps": NATURAL,
+    "optim.schedule.decay_fraction": FRACTION,
+    "optim.schedule.final_fraction": FRACTION,
+    "checkpoint.every_steps": NATURAL,
+    "checkpoint.keep_last": COUNT,
+    "checkpoint.keep_every_steps": NATURAL,
+    "evaluation.every_steps": NATURAL,
+    "evaluation.max_tokens": COUNT,
+    "evaluation.final_tokens": COUNT,
+    "evaluation.sample_tokens": NATURAL,
+    "logging.every_steps": COUNT,
+}
+
+EXAMPLES: dict[str, Any] = {
+    "max_steps": 1000,
+    "max_tokens": 10_000_000,
+    "max_minutes": 10,
+    "model.head_dim": 64,
+    "model.logit_softcap": 30,
+    "optim.ema_decay": 0.999,
+}
+"""A value that works, for keys whose default is null; the others offer their default."""
+
+
+def validate(config: RunConfig) -> None:
+    """Raise ConfigError for the first setting that cannot work.
+
+    Reads the file system only to see whether named paths exist.
+    """
+    checks: tuple[Callable[[RunConfig], None], ...] = (
+        _ranges, _run, _heads, _rope, _sequences, _batch, _schedule, _sources, _tokenizer,
+    )  # fmt: skip
+    for check in checks:
+        check(config)
+
+
+def _get(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = (
+            config[part] if isinstance(config, dict) else config[int(part)] if part.isdigit() else getattr(config, part)
+        )
+    return config
+
+
+def _refuse(config: RunConfig, *keys: str, why: str, works: str) -> ConfigError:
+    """The error for a combination: `key=value key=value: why; works`."""
+    given = " ".join(f"{key}={show(_get(config, key))}" for key in keys)
+    return ConfigError(f"{given}: {why}; {works}")
+
+
+def _ranges(config: RunConfig) -> None:
+    defaults = RunConfig()
+    for key, allowed in RANGES.items():
+        value = _get(config, key)
+        if value is not None and not allowed.holds(value):
+            example = EXAMPLES.get(key, _get(defaults, key))
+            raise _refuse(config, key, why=f"must be {allowed.words()}", works=f"{key}={show(example)} would work")
+
+
+def _run(config: RunConfig) -> None:
+    folder = Path(config.run_name)
+    if not folder.parts or ".." in folder.parts or folder.is_absolute() or not config.run_name.isprintable():
+        raise _refuse(config, "run_name", why="must name a folder below runs/", works="run_name=pretrain would work")
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", config.device):
+        raise _refuse(config, "device", why="must be auto, cpu, cuda or cuda:N", works="device=cuda:0 would work")
+    limits = ("max_steps", "max_tokens", "max_minutes")
+    if all(_get(config, key) is None for key in limits):
+        raise _refuse(config, *limits, why="the run would never end", works="give at least one, as in max_steps=1000")
+    if config.deterministic and config.max_minutes is not None:
+        raise _refuse(
+            config,
+            "deterministic",
+            "max_minutes",
+            why="a run that ends by the clock differs from time to time",
+            works="max_minutes=null with max_steps=1000 would work",
+        )
+    if not set(config.resume_allow) <= set(RESUME_DIFFERENCES):
+        why = f"takes a list of {', '.join(RESUME_DIFFERENCES)}"
+        raise _refuse(config, "resume_allow", why=why, works="resume_allow=[data] would work")
+    if config.resume not in ("auto", "none") and not Path(config.resume).exists():
+        raise _refuse(
+            config, "resume", why="no such file or folder", works="use resume=auto, resume=none or a path that exists"
+        )
+
+
+def _heads(config: RunConfig) -> None:
+    m = config.model
+    if m.head_dim is None and m.width % m.heads:
+        works = f"model.heads={_nearest_divisor(m.width, m.heads)} would work, or set model.head_dim"
+        raise _refuse(config, "model.width", "model.heads", why="heads must divide the width", works=works)
+    if m.heads % m.kv_heads:
+        works = f"model.kv_heads={_nearest_divisor(m.heads, m.kv_heads)} would work"
+        raise _refuse(config, "model.heads", "model.kv_heads", why="kv_heads must divide heads", works=works)
+    head_dim = m.head_dim or m.width // m.heads
+    if head_dim % 2:
+        keys = ("model.head_dim",) if m.head_dim else ("model.width", "model.heads", "model.head_dim")
+        why = f"a head of width {head_dim} has no pairs to rotate, it must be even"
+        raise _refuse(config, *keys, why=why, works=f"model.head_dim={head_dim + 1} would work")
+
+
+def _nearest_divisor(number: int, wish: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wish), d))
+
+
+def _rope(config: RunConfig) -> None:
+    r, key = config.model.rope, "model.rope"
+    if r.scaling is RopeScaling.none and r.factor != 1:
+        works = f"{key}.scaling=yarn (or linear, ntk, llama3) or {key}.factor=1 would work"
+        raise _refuse(config, f"{key}.factor", f"{key}.scaling", why="the factor would do nothing", works=works)
+    if r.scaling is RopeScaling.llama3 and r.low_freq_factor >= r.high_freq_factor:
+        keys = (f"{key}.low_freq_factor", f"{key}.high_freq_factor")
+        raise _refuse(config, *keys, why="low must be below high", works="1 and 4 would work")
+    if r.scaling is RopeScaling.yarn and r.beta_slow >= r.beta_fast:
+        keys = (f"{key}.beta_slow", f"{key}.beta_fast")
+        raise _refuse(config, *keys, why="slow must be below fast", works="1 and 32 would work")
+
+
+def _sequences(config: RunConfig) -> None:
+    length, longest = config.data.sequence_length, config.model.max_sequence
+    if length > longest:
+        raise _refuse(
+            config,
+            "data.sequence_length",
+            "model.max_sequence",
+            why="the model cannot take so long a sequence",
+            works=f"data.sequence_length={longest} or model.max_sequence={length} would work",
+        )
+    if config.data.shard_tokens <= length:
+        why = "a shard must hold more than one sequence"
+        works = f"data.shard_tokens={max(16_777_216, 2 * length)} would work"
+        raise _refuse(config, "data.shard_tokens", "data.sequence_length", why=why, works=works)
+    if config.evaluation.sample_tokens >= longest:
+        why = "the sample and its prompt must fit the model"
+        works = f"evaluation.sample_tokens={longest // 2} would work"
+        raise _refuse(config, "evaluation.sample_tokens", "model.max_sequence", why=why, works=works)
+
+
+def _batch(config: RunConfig) -> None:
+    b = config.batch
+    _whole_micro_batches(config, "batch.sequences")
+    previous = 0
+    for i, stage in enumerate(b.warmup):
+        key = f"batch.warmup.{i}"
+        if stage.until_tokens <= previous:
+            why = f"each stage must end after the one before it, here after {previous} tokens"
+            works = f"{previous + 1_000_000} would work"
+            raise _refuse(config, f"{key}.until_tokens", why=why, works=works)
+        if stage.sequences < 1:
+            raise _refuse(config, f"{key}.sequences", why="must be at least 1", works=f"{b.micro_batch} would work")
+        _whole_micro_batches(config, f"{key}.sequences")
+        previous = stage.until_tokens
+
+
+def _whole_micro_batches(config: RunConfig, key: str) -> None:
+    sequences, micro_batch = _get(config, key), config.batch.micro_batch
+    if sequences % micro_batch:
+        whole = max(1, round(sequences / micro_batch)) * micro_batch
+        divisor = _nearest_divisor(sequences, micro_batch)
+        works = f"{key}={whole} or batch.micro_batch={divisor} would work"
+        raise _refuse(config, key, "batch.micro_batch", why="a step must be whole micro-batches", works=works)
+
+
+def _schedule(config: RunConfig) -> None:
+    s, key = config.optim.schedule, "optim.schedule"
+    if s.kind is ScheduleKind.wsd and s.decay_fraction == 0 and s.final_fraction != 1:
+        works = f"{key}.kind=constant or {key}.decay_fraction=0.3 would work"
+        raise _refuse(config, f"{key}.kind", f"{key}.decay_fraction", why="nothing would decay", works=works)
+
+
+def _sources(config: RunConfig) -> None:
+    if not config.data.sources:
+        works = "data=python_docs would work, or data=files data.sources.files.path=FOLDER"
+        raise _refuse(config, "data.sources", why="there is nothing to train on", works=works)
+    for name in config.data.sources:
+        _source(config, f"data.sources.{name}")
+
+
+def _source(config: RunConfig, key: str) -> None:
+    source = _get(config, key)
+    if source.weight <= 0:
+        works = f"{key}.weight=1 would work; ~{key} removes the source"
+        raise _refuse(config, f"{key}.weight", why="must be greater than 0", works=works)
+    if source.max_documents is not None and source.max_documents < 1:
+        works = "null (all) or 1000 would work"
+        raise _refuse(config, f"{key}.max_documents", why="must be at least 1", works=works)
+    path, kind = f"{key}.path", f"{key}.kind"
+    if source.kind is SourceKind.python_docs and source.path:
+        raise _refuse(config, path, kind, why="python_docs reads no path", works=f"{kind}=files would work")
+    if source.kind is not SourceKind.python_docs and not source.path:
+        example = "corpus/" if source.kind is SourceKind.files else "roneneldan/TinyStories"
+        raise _refuse(config, path, kind, why="this kind needs a path", works=f"for example {path}={example}")
+    if source.kind is SourceKind.files and not _exists(source.path):
+        why = f"no such file, folder or glob below {Path.cwd()}"
+        raise _refuse(config, path, why=why, works=f"give a path that exists, for example {path}=corpus/")
+
+
+def _exists(path: str) -> bool:
+    expanded = str(Path(path).expanduser())
+    return Path(expanded).exists() or any(glob.iglob(expanded, recursive=True))  # noqa: PTH207 (absolute globs too)
+
+
+def _tokenizer(config: RunConfig) -> None:
+    t, key = config.data.tokenizer, "data.tokenizer"
+    path, kind = f"{key}.path", f"{key}.kind"
+    if t.kind is TokenizerKind.bpe and t.vocab_size < BYTE_VOCABULARY:
+        why = f"byte-level BPE needs the 256 bytes and an end-of-text id, at least {BYTE_VOCABULARY}"
+        raise _refuse(config, f"{key}.vocab_size", kind, why=why, works=f"{key}.vocab_size=4096 would work")
+    if t.kind is TokenizerKind.file and not t.path:
+        works = f"give {path}=tokenizer.json, or {kind}=bpe"
+        raise _refuse(config, kind, path, why="this kind needs a path", works=works)
+    if t.kind is TokenizerKind.file and not Path(t.path).expanduser().exists():
+        why = f"no such file or folder below {Path.cwd()}"
+        raise _refuse(config, path, kind, why=why, works=f"give a path that exists, or {kind}=bpe, which trains one")
+    if t.kind is TokenizerKind.bytes and t.path:
+        works = f"{kind}=file would work, or {path}=\"''\""
+        raise _refuse(config, path, kind, why="bytes need no file", works=works)
