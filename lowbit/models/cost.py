@@ -1,0 +1,189 @@
+"""What a model costs: parameters, floating-point operations, memory. Pure arithmetic, no torch.
+
+FLOPs a token of training (the convention of this project's MFU): 6 for each weight of a matrix product, the head
+included and the input embedding not (2 forward, 2 each for the gradients of input and weight), plus attention
+    12 * layers * heads * head_dim * T / 2
+of which the scores and their product with V are 2 + 2 forward and twice that backward, a head's D numbers over T keys,
+halved because a causal query sees half of the keys on average. Kernels that compute the masked half, and
+recomputation, do more work; they get no credit for it. Norms, rotations and the softmax are not counted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from lowbit.configs.schema import MlpKind, ModelConfig, OptimizerKind, Recompute
+
+HEAD_CHUNK_NUMBERS = 1 << 28
+"""Logits that exist at once in the LM head on a GPU (models/lm_head.py)."""
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by role."""
+
+    embedding: int
+    """Input embedding, padded rows included; with a tied head it is also the head."""
+    attention: int
+    mlp: int
+    norms: int
+    head: int
+    """0 when tied."""
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.mlp + self.norms + self.head
+
+    @property
+    def hidden_matrices(self) -> int:
+        """Weights of the blocks' matrix products (what Muon updates)."""
+        return self.attention + self.mlp
+
+    @property
+    def without_embedding(self) -> int:
+        """Total without the input embedding; a tied table still counts once, as the head."""
+        return self.total - self.embedding if self.head else self.total
+
+
+def _head_dim(config: ModelConfig) -> int:
+    return config.width // config.heads if config.head_dim is None else config.head_dim
+
+
+def parameter_parts(config: ModelConfig, vocab_size: int) -> ParameterCount:
+    """Parameters of a model by role."""
+    head_dim = _head_dim(config)
+    table = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple * config.width
+    attention = config.width * head_dim * (2 * config.heads + 2 * config.kv_heads)
+    mlp = config.width * config.mlp_width * (3 if config.mlp is MlpKind.swiglu else 2)
+    norms = 2 * config.width + (2 * head_dim if config.qk_norm else 0)
+    return ParameterCount(
+        embedding=table,
+        attention=config.layers * attention,
+        mlp=config.layers * mlp,
+        norms=config.layers * norms + config.width,
+        head=0 if config.tied_head else table,
+    )
+
+
+def count_parameters(config: ModelConfig, vocab_size: int) -> int:
+    """All parameters, the padded rows of the vocabulary included; a tied table counts once."""
+    return parameter_parts(config, vocab_size).total
+
+
+def flops_per_token(config: ModelConfig, vocab_size: int, sequence_length: int) -> int:
+    """Floating-point operations a token, forward and backward, in the convention above."""
+    parts = parameter_parts(config, vocab_size)
+    head = parts.head or parts.embedding
+    attention = 6 * config.layers * config.heads * _head_dim(config) * sequence_length
+    return 6 * (parts.hidden_matrices + head) + attention
+
+
+def kv_cache_bytes_per_token(config: ModelConfig, number_bytes: int = 2) -> int:
+    """Bytes of keys and values a token of one sequence."""
+    return 2 * config.layers * config.kv_heads * _head_dim(config) * number_bytes
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on one device, by what they hold."""
+
+    parameters: int
+    """FP32 masters."""
+    gradients: int
+    """FP32."""
+    optimizer: int
+    """FP32: two moments for AdamW; one momentum for the matrices Muon updates."""
+    rounded_weights: int
+    """Copies in the compute type that the backward pass keeps; 0 in FP32."""
+    activations: int
+    """What the blocks keep for the backward pass, and one block's worth of working space."""
+    head_chunk: int
+    """LM head: a chunk's logits, the gradient of the whole weight and of the hidden states."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+def training_memory(
+    config: ModelConfig,
+    vocab_size: int,
+    micro_batch: int,
+    sequence_length: int,
+    compute_bytes: int,
+    recompute: Recompute,
+    optimizer: OptimizerKind,
+) -> TrainingMemory:
+    """Estimate of the peak memory of training on one device, without fragmentation and the libraries' own (about 1 GB).
+
+    Args:
+        micro_batch: sequences at once. sequence_length: tokens each. compute_bytes: 2 for BF16, 4 for FP32.
+    """
+    parts = parameter_parts(config, vocab_size)
+    tokens = micro_batch * sequence_length
+    every, products = _block_numbers(config)
+    kept = {Recompute.none: every, Recompute.selective: products, Recompute.full: config.width}[recompute]
+    working = every if recompute is Recompute.none else 2 * every  # one block recomputed, and its gradients
+    activations = tokens * (config.layers * kept + working + config.width) * compute_bytes
+    if recompute is not Recompute.full:
+        activations += tokens * config.layers * config.heads * 4  # the softmax statistics of attention, FP32
+    table = parts.head or parts.embedding
+    logits = min(tokens * vocab_size, HEAD_CHUNK_NUMBERS)
+    moments = 2 * parts.total
+    if optimizer is OptimizerKind.muon:
+        moments -= parts.hidden_matrices
+    return TrainingMemory(
+        parameters=4 * parts.total,
+        gradients=4 * parts.total,
+        optimizer=4 * moments,
+        rounded_weights=0 if compute_bytes == 4 else compute_bytes * (parts.hidden_matrices + table),
+        activations=activations,
+        head_chunk=2 * logits * compute_bytes + 4 * table + 2 * tokens * config.width * compute_bytes,
+    )
+
+
+def _block_numbers(config: ModelConfig) -> tuple[int, int]:
+    """Numbers a token that one block keeps for the backward pass: (everything, results of products only).
+
+    Everything: the two residual inputs and their norms (4 width), q, k, v and the attention's result, q and k once
+    more before their norm and rotation, gate, up and the hidden activation. Products only: the block's input, q,
+    k, v, the attention's result, the result of `attention.out`, gate and up (`mlp.down` feeds only a sum).
+    """
+    query = config.heads * _head_dim(config)
+    key = config.kv_heads * _head_dim(config)
+    ups = 2 if config.mlp is MlpKind.swiglu else 1
+    before_norm = query + key if config.qk_norm else 0
+    every = 4 * config.width + before_norm + 2 * query + 2 * key + (ups + 1) * config.mlp_width
+    products = 3 * config.width + 2 * query + 2 * key + ups * config.mlp_width
+    return every, products
+
+
+def largest_micro_batch(
+    free_bytes: int,
+    config: ModelConfig,
+    vocab_size: int,
+    sequence_length: int,
+    compute_bytes: int,
+    recompute: Recompute,
+    optimizer: OptimizerKind,
+) -> int:
+    """Most sequences a micro-batch may have so that `training_memory` stays within `free_bytes`; 0: not even one."""
+
+    def fits(micro_batch: int) -> bool:
+        memory = training_memory(config, vocab_size, micro_batch, sequence_length, compute_bytes, recompute, optimizer)
+        return memory.total <= free_bytes
+
+    return _largest(fits)
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Largest n >= 0 that fits, by doubling and bisection; `fits` is true up to it and false beyond."""
+    if not fits(1):
+        return 0
+    high = 2
+    while fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

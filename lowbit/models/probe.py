@@ -1,0 +1,55 @@
+"""Measurements of a model that training does not make.
+
+Softmax saturation: a row of attention weights whose largest exceeds 0.99 hardly passes a gradient to its query and
+keys. A growing share of such rows goes ahead of many loss spikes, and quantised attention inputs make it likelier.
+"""
+
+import torch
+from torch import Tensor
+
+from lowbit.models.attention import dense_mask, prepare_mask
+from lowbit.models.transformer import Block, Transformer
+from lowbit.models.visibility import Visibility, causal
+
+
+@torch.no_grad()
+def softmax_saturation(
+    model: Transformer, tokens: Tensor, visibility: Visibility | None = None, threshold: float = 0.99
+) -> list[float]:
+    """Share of attention rows (head and query) whose largest weight exceeds `threshold`, for each layer.
+
+    Walks through the blocks itself, uncompiled, and recomputes each layer's weights, one row of the batch at a
+    time: it leaves the training path alone and holds H * T^2 numbers. Queries that see one key only are not counted:
+    their weight is 1 whatever the model does. Give it a few sequences.
+
+    Args:
+        tokens: int64 [B, T]. visibility: None for plain causal.
+
+    Returns:
+        One number in [0, 1] a layer; NaN when no query sees two keys.
+    """
+    batch, length = tokens.shape
+    rule = causal(batch, length).to(tokens.device) if visibility is None else visibility.to(tokens.device)
+    visible = dense_mask(rule)  # [B, 1, T, T]
+    counted = visible.sum(-1) > 1  # [B, 1, T]
+    mask = prepare_mask(visibility, batch, length, tokens.device)
+    rope = model.rope(rule.position)
+    x = model.embed(tokens)
+    shares = []
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        q, k, _ = block.attention.project(block.attention_norm(x), rope)
+        saturated = torch.zeros((), device=x.device)
+        for row in range(batch):
+            greatest = _greatest_weight(q[row].float(), k[row].float(), visible[row])  # [H, T]
+            saturated += ((greatest > threshold) & counted[row]).sum()
+        shares.append(saturated / (counted.sum() * q.shape[1]))
+        x = block.forward(x, mask, rope)
+    return [float(share) for share in torch.stack(shares).cpu()]
+
+
+def _greatest_weight(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+    """Largest softmax weight of each query: q [H, T, D], k [Hkv, T, D], visible bool [1, T, T] -> [H, T]."""
+    k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
+    scores = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
+    return torch.exp(scores.amax(-1) - scores.logsumexp(-1))
