@@ -1,0 +1,43 @@
+"""What a model is trained or evaluated on at once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.models.visibility import Visibility
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of equal length; `targets` are the tokens that follow `tokens`."""
+
+    tokens: Tensor
+    """int64 [B, T]."""
+    targets: Tensor
+    """int64 [B, T]; where the weight is 0 it is some valid id."""
+    weights: Tensor
+    """float32 [B, T]: 1 for a real target, 0 for padding."""
+    visibility: Visibility | None
+    """Who attends to whom; None means plain causal attention."""
+    valid_tokens: int
+    """Targets with weight 1."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
+        """The same on another device; asynchronous from pinned memory."""
+        return Batch(
+            self.tokens.to(device, non_blocking=non_blocking),
+            self.targets.to(device, non_blocking=non_blocking),
+            self.weights.to(device, non_blocking=non_blocking),
+            None if self.visibility is None else self.visibility.to(device, non_blocking=non_blocking),
+            self.valid_tokens,
+        )
+
+    def pin(self) -> "Batch":
+        """The same in page-locked memory, from which a GPU copies while it computes."""
+        seen = self.visibility
+        if seen is not None:
+            seen = Visibility(seen.start.pin_memory(), seen.limit.pin_memory(), seen.position.pin_memory())
+        return Batch(
+            self.tokens.pin_memory(), self.targets.pin_memory(), self.weights.pin_memory(), seen, self.valid_tokens
+        )
