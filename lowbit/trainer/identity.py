@@ -1,0 +1,71 @@
+"""May this checkpoint go on in this run? Tokenizer, data and model must be those it was trained with.
+
+A changed tokenizer makes every embedding mean something else, changed data make the position in them meaningless, and
+a changed model may still load (rotary base, soft-cap, norm epsilon) and be quietly wrong. Each difference is shown
+with both values, and `resume_allow` accepts a kind of difference knowingly.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lowbit.errors import CheckpointError, ConfigError
+
+KINDS = ("tokenizer", "data", "model")
+DISPLAY_ONLY = ("model.name",)
+SHOWN = 6
+ABSENT = object()
+
+
+def check_same(saved: Mapping[str, Any], expected: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+    """Compare the identities of a checkpoint and of the run that wants to resume from it.
+
+    Both map the kinds `tokenizer` (its digest), `data` (its description) and `model` (its configuration) to plain
+    values or nested dictionaries.
+
+    Raises:
+        CheckpointError: they differ in a kind that is not in `allow`; lists the differing fields and the override.
+        ConfigError: `allow` names something else than tokenizer, data or model.
+    """
+    for kind in allow:
+        if kind not in KINDS:
+            raise ConfigError(f"resume_allow: {kind!r} is none of {', '.join(KINDS)}")
+    differences: list[str] = []
+    kinds: list[str] = []
+    for kind in KINDS:
+        if kind in allow:
+            continue
+        was, now = (_flatten(kind, json.loads(json.dumps(side.get(kind)))) for side in (saved, expected))
+        fields = [
+            field
+            for field in sorted(was.keys() | now.keys())
+            if field not in DISPLAY_ONLY and was.get(field, ABSENT) != now.get(field, ABSENT)
+        ]
+        if fields:
+            kinds.append(kind)
+            differences += [
+                f"{field}: {_show(was, field)} in the checkpoint, {_show(now, field)} now" for field in fields
+            ]
+    if not differences:
+        return
+    shown = "; ".join(differences[:SHOWN])
+    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    raise CheckpointError(
+        f"the checkpoint belongs to another run: {shown}{more}. To go on with the difference: "
+        f"'resume_allow=[{','.join([*allow, *kinds])}]'; to start anew: another run_name"
+    )
+
+
+def _flatten(prefix: str, value: Any) -> dict[str, Any]:
+    """Nested dictionaries as one, with dotted names; everything else is a value."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flatten(f"{prefix}.{key}", inner)
+    return flat
+
+
+def _show(values: Mapping[str, Any], field: str) -> str:
+    text = json.dumps(values[field]) if field in values else "absent"
+    return text if len(text) <= 72 else text[:69] + "..."
