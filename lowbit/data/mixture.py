@@ -44,8 +44,9 @@ class Mixture:
     def drawn(self, samples: int) -> NDArray[np.int64]:
         """Samples of each source among the first `samples`: [sources]."""
         block, place = divmod(samples, BLOCK)
-        inside: NDArray[np.int64] = np.bincount(self._source[:place], minlength=len(self.counts))
-        return block * self.counts + inside
+        drawn: NDArray[np.int64] = block * self.counts
+        drawn += np.bincount(self._source[:place], minlength=len(self.counts))
+        return drawn
 
 
 def _whole_counts(shares: list[float]) -> NDArray[np.int64]:

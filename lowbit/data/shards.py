@@ -122,10 +122,10 @@ def open_packed(
     for split in SPLITS:
         for shard in manifest[split]["shards"]:
             if shard["max_id"] >= vocab_size:
-                raise DataError(
-                    f"{folder / shard['file']} holds token id {shard['max_id']}, beyond the vocabulary of {vocab_size} "
-                    + _REPACK.format(folder=folder)
+                what = (
+                    f"{folder / shard['file']} holds token id {shard['max_id']}, beyond the vocabulary of {vocab_size}"
                 )
+                raise DataError(f"{what}; {_REPACK.format(folder=folder)}")
     _check_files(folder, manifest, verify, report)
     dtype = np.dtype(manifest["dtype"])
     return PackedSource(folder, manifest, *(_open_split(folder, manifest[split], split, dtype) for split in SPLITS))
