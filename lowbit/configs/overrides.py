@@ -81,8 +81,27 @@ def _check_one(override: Any, own_presets: bool) -> str:
             build(hint, value, key)
         except ConfigError as error:  # show the value as it was typed: 1e3, not 1000.0
             raise ConfigError(str(error).replace(f"{key}={show(value)}", text.lstrip("+"), 1)) from None
+    return _rewrite(key, text)
+
+
+def _rewrite(key: str, text: str) -> str:
+    """The override as Hydra wants it: names the user chose are added with `++`, all others exist already."""
     plain = text.lstrip("+")
     return f"++{plain}" if f"{key}.".startswith(FREE_NAMES) else plain
+
+
+def for_hydra(overrides: Sequence[str]) -> list[str]:
+    """Overrides that were checked (each run's, for a sweep), rewritten for Hydra with their lists of values."""
+    parsed = [parse(text) for text in overrides]
+    return [
+        p.input_line if is_hydra(p) or p.is_delete() else _rewrite(str(p.key_or_group), str(p.input_line))
+        for p in parsed
+    ]
+
+
+def sweep_keys(overrides: Sequence[str]) -> list[str]:
+    """Keys that have several values."""
+    return [str(p.key_or_group) for p in map(parse, overrides) if p.is_sweep_override()]
 
 
 def _locate(key: str, value: str, choices: dict[str, list[str]]) -> Any:
@@ -123,21 +142,20 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     and Hydra's own sweeper refuses them, so they are an error here.
     """
     choices = groups()
-    columns: list[list[str]] = []
+    columns: dict[str, list[str]] = {}
     for text in overrides:
         override = parse(text)
+        key = str(override.key_or_group)
         if not override.is_sweep_override():
-            columns.append([text])
+            columns[key] = [text]  # the last of several settings of a key wins, as in Hydra
             continue
         if not override.is_discrete_sweep():
-            raise ConfigError(f"{text}: an interval has no list of values; write {override.key_or_group}=a,b,c")
+            raise ConfigError(f"{text}: an interval has no list of values; write {key}=a,b,c")
         values = _sweep_values(override, choices)
         if not values:
-            raise ConfigError(
-                f"{text}: matches nothing; choices are {', '.join(choices.get(override.key_or_group, []))}"
-            )
-        columns.append([f"{override.get_key_element()}={value}" for value in values])
-    return [list(row) for row in itertools.product(*columns)]
+            raise ConfigError(f"{text}: matches nothing; choices are {', '.join(choices.get(key, []))}")
+        columns[key] = [f"{override.get_key_element()}={value}" for value in values]
+    return [list(row) for row in itertools.product(*columns.values())]
 
 
 def _sweep_values(override: Any, choices: dict[str, list[str]]) -> list[str]:

@@ -1,0 +1,73 @@
+"""`lowbit generate`: text from a run's checkpoint, printed as it comes."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+REPLACEMENT = "\ufffd"
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/pretrain.", show_default=False)]
+Checkpoint = Annotated[str, typer.Option(help="Which checkpoint: latest, or a path.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+
+
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Option(help="Text to go on from; - reads it from standard input.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the K likeliest tokens only.")] = None,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that sum to P, 0 < P <= 1.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same text.")] = 0,
+    num_samples: Annotated[int, typer.Option(min=1, help="How many texts.")] = 1,
+    stream: Annotated[bool, typer.Option(help="Print while generating (one sample).")] = True,
+    device: Device = "auto",
+    checkpoint: Checkpoint = "latest",
+) -> None:
+    """Generate text with a trained model."""
+    from lowbit.infer.engine import Generator
+    from lowbit.trainer.run import load_run
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    loaded = load_run(run, checkpoint, device)
+    tokenizer = loaded.tokenizer
+    ids = [tokenizer.eot_id, *tokenizer.encode(text)]
+    generator = Generator(loaded.model, tokenizer.eot_id)
+    if stream and num_samples == 1:
+        tokens = generator.stream(
+            ids, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+        for piece in (text, *pieces(tokens, tokenizer.decode)):
+            print(piece, end="", flush=True)
+        print()
+        return
+    completions = generator.generate(
+        [ids] * num_samples, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    for number, completion in enumerate(completions, start=1):
+        if num_samples > 1:
+            print(f"--- sample {number} of {num_samples}")
+        print(text + tokenizer.decode(completion.tokens))
+
+
+def pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    """The text of a token stream, piece by piece, whole characters only.
+
+    A token may end in the middle of a character, which decodes to U+FFFD until the rest has come; such an end is held
+    back. What is still open when the stream ends is given as it is.
+    """
+    ids: list[int] = []
+    shown = 0
+    text = ""
+    for token in tokens:
+        ids.append(token)
+        text = decode(ids)
+        whole = len(text.rstrip(REPLACEMENT))
+        if whole > shown:
+            yield text[shown:whole]
+            shown = whole
+    if len(text) > shown:
+        yield text[shown:]

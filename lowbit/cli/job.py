@@ -1,0 +1,222 @@
+"""Pretraining jobs under Hydra: one run, or a sweep of them.
+
+Hydra provides the run's folder, `.hydra/`, logging and multirun with its sweeper and launcher plug-ins. It is called
+the way it wants to be called (`hydra.main` reading `sys.argv`), but only after every configuration has been composed
+and validated, so that a mistake leaves no folder behind. Hydra would print a job's exception its own way and exit;
+therefore a job keeps its exception (one run) or writes down how it ended (a sweep), and the caller decides.
+"""
+
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lowbit.configs.compose import CONFIG_MODULE, CONFIG_NAME, compose_tree, to_run_config, to_yaml
+from lowbit.configs.overrides import expand_sweep, for_hydra, sweep_keys
+from lowbit.configs.schema import RunConfig
+from lowbit.configs.validate import validate
+from lowbit.errors import EXIT_FAILED, ConfigError, Interrupted, LowbitError
+
+OUTCOME = "outcome.json"
+"""In each job's folder of a sweep: how the job ended."""
+
+logger = logging.getLogger("lowbit")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job of a sweep ended."""
+
+    job: int
+    settings: list[str]
+    exit_code: int = 0
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """`job 3 (optim.lr=0.001 seed=2)`."""
+        return f"job {self.job} ({' '.join(self.settings)})"
+
+
+def checked(overrides: Sequence[str]) -> RunConfig:
+    """The configuration of one run, composed and validated. Raises ConfigError."""
+    config = to_run_config(compose_tree(overrides))
+    validate(config)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise ConfigError(
+            f"engine.kind={config.engine.kind} with {world} processes: several processes need the DeepSpeed engine, "
+            "which is not part of this version; start one process, without torchrun"
+        )
+    return config
+
+
+def print_config(overrides: Sequence[str], *, multirun: bool, resolved: bool) -> None:
+    """Print the configuration of the run, or of each job of a sweep as one YAML document."""
+    from omegaconf import OmegaConf
+
+    documents = []
+    for settings in expand_sweep(overrides) if multirun else [list(overrides)]:
+        config = checked(settings)
+        documents.append(to_yaml(config) if resolved else OmegaConf.to_yaml(compose_tree(settings)))
+    print("---\n".join(documents), end="")
+
+
+def run_one(overrides: Sequence[str]) -> None:
+    """Train one model; whatever the job raises is raised here."""
+    checked(overrides)
+    failure: list[Exception] = []
+
+    def job(tree: Any) -> None:
+        try:
+            _train(tree)
+        except Exception as error:
+            _log(error)
+            failure.append(error)
+
+    _under_hydra(job, for_hydra(overrides))
+    if failure:
+        raise failure[0]
+
+
+def run_sweep(overrides: Sequence[str]) -> None:
+    """Train every combination in turn; a failed job does not stop the others.
+
+    Prints a table of the runs at the end. Raises LowbitError naming the failed jobs, if any; Interrupted at once.
+    """
+    jobs = expand_sweep(overrides)
+    swept = sweep_keys(overrides)
+    for number, settings in enumerate(jobs):
+        try:
+            checked(settings)
+        except ConfigError as error:
+            raise ConfigError(f"job {number} ({' '.join(_only(settings, swept))}): {error}") from None
+    sweep_dir = _sweep_dir([s for s, key in zip(jobs[0], _keys(jobs[0]), strict=True) if key not in swept])
+
+    quoted = "'" + str(sweep_dir).replace("'", "\\'") + "'"
+
+    def job(tree: Any) -> None:
+        _sweep_job(tree, swept)
+
+    try:
+        _under_hydra(job, ["--multirun", *for_hydra(overrides), f"hydra.sweep.dir={quoted}"])
+    finally:
+        outcomes = _outcomes(sweep_dir)
+        _print_table([sweep_dir / folder for folder, outcome in outcomes if outcome.exit_code == 0])
+    failed = [outcome.name for _, outcome in outcomes if outcome.exit_code]
+    if missing := len(jobs) - len(outcomes):
+        failed.append(f"{missing} that left no {OUTCOME}")
+    if failed:
+        raise LowbitError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}; see {sweep_dir}/*/run.log")
+
+
+def _train(tree: Any) -> None:
+    """The job itself: from Hydra's configuration to a finished run."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from lowbit.trainer.run import pretrain
+
+    pretrain(to_run_config(tree), Path(HydraConfig.get().runtime.output_dir))
+
+
+def _sweep_job(tree: Any, swept: Sequence[str]) -> None:
+    """One job of a sweep: failures are printed and written down, interruption ends the sweep."""
+    from hydra.core.hydra_config import HydraConfig
+
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    settings = _only(hydra.overrides.task, swept)
+    outcome = Outcome(hydra.job.num, settings)
+    try:
+        _train(tree)
+    except Exception as error:
+        _log(error)
+        code = error.exit_code if isinstance(error, LowbitError) else EXIT_FAILED
+        outcome = Outcome(hydra.job.num, settings, code, " ".join(str(error).split()) or type(error).__name__)
+        if isinstance(error, LowbitError):
+            print(f"lowbit: error: {outcome.name}: {outcome.error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        if isinstance(error, Interrupted):  # KeyboardInterrupt is what Hydra's launchers let through
+            raise KeyboardInterrupt from error
+    finally:
+        (folder / OUTCOME).write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+
+
+def _log(error: Exception) -> None:
+    """Leave the error in run.log, with its traceback unless it is one we raise on purpose."""
+    for handler in logging.getLogger().handlers:  # the file alone: the console gets its own line from the caller
+        expected = isinstance(error, LowbitError)
+        record = logger.makeRecord(
+            logger.name,
+            logging.ERROR,
+            __file__,
+            0,
+            "%s",
+            (error,),
+            None if expected else (type(error), error, error.__traceback__),
+        )
+        handler.handle(record)
+
+
+def _outcomes(sweep_dir: Path) -> list[tuple[str, Outcome]]:
+    """Folder and outcome of each job that ended, in the order of the sweep."""
+    files = sweep_dir.glob(f"*/{OUTCOME}")
+    found = [(f.parent.name, Outcome(**json.loads(f.read_text(encoding="utf-8")))) for f in files]
+    return sorted(found, key=lambda pair: pair[1].job)
+
+
+def _print_table(run_dirs: list[Path]) -> None:
+    if not run_dirs:
+        return
+    from lowbit.trainer.report import comparison_table
+
+    print(comparison_table(run_dirs))
+
+
+def _keys(settings: Sequence[str]) -> list[str]:
+    return [s.lstrip("+~").partition("=")[0] for s in settings]
+
+
+def _only(settings: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """The settings of these keys: what tells one job of a sweep from another."""
+    return [s.lstrip("+") for s, key in zip(settings, _keys(settings), strict=True) if key in keys]
+
+
+def _sweep_dir(overrides: Sequence[str]) -> Path:
+    """The folder of this sweep, its date resolved once and for all."""
+    tree = compose_tree(overrides, with_hydra=True)
+    return Path(str(tree.hydra.sweep.dir))
+
+
+def _under_hydra(job: Callable[[Any], None], arguments: Sequence[str]) -> None:
+    """Run `job` through `hydra.main` as if `arguments` had been given to a script of its own."""
+    import hydra
+
+    with _as_script([CONFIG_NAME, *arguments]):
+        try:
+            hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name=CONFIG_NAME)(job)()
+        except OSError as error:
+            raise LowbitError(f"{error.filename}: the run's folder cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def _as_script(arguments: list[str]) -> Iterator[None]:
+    """Hydra reads `sys.argv`, and only with HYDRA_FULL_ERROR raises its exceptions instead of exiting."""
+    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = arguments
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full

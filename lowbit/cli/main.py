@@ -1,0 +1,84 @@
+"""The `lowbit` command: one Typer application, one thin file a command, and the rules for how it ends.
+
+Exit codes: 0 done, 1 failed, 2 bad configuration or usage, 130 interrupted after saving. What lowbit raises on purpose
+is printed as one line, `lowbit: error: ...`; any other exception is a bug and keeps its traceback.
+
+Nothing heavy is imported here: `lowbit --help` and shell completion answer at once because PyTorch, Hydra and the
+rest are imported inside the commands that need them.
+"""
+
+import os
+import sys
+from typing import cast
+
+import typer
+
+from lowbit.cli import complete, data, doctor, evaluate, generate, plan, pretrain, tokenizer, version
+from lowbit.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, LowbitError
+
+USAGE_ERROR: type[Exception] = cast(type[Exception], typer.BadParameter.__mro__[1])
+"""What Typer raises for wrong options and arguments; only its subclasses are public."""
+
+OVERRIDES = {"ignore_unknown_options": True}
+"""Commands that take `key=value` get unknown options too, to answer them with the key that was meant."""
+
+
+def build_app() -> typer.Typer:
+    """The application with all its commands."""
+    app = typer.Typer(
+        name="lowbit",
+        help="Pretrain language models in few bits, end to end.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.command("pretrain", context_settings=OVERRIDES)(pretrain.pretrain)
+    app.command("generate")(generate.generate)
+    app.command("eval")(evaluate.evaluate)
+    app.command("plan", context_settings=OVERRIDES)(plan.plan)
+    app.command("doctor")(doctor.doctor)
+    app.command("version")(version.version)
+    app.add_typer(data.app, name="data")
+    app.add_typer(tokenizer.app, name="tokenizer")
+    return app
+
+
+def main() -> None:
+    """Entry point of the console script: run the command line and leave with its exit code."""
+    if complete.answer_bash(os.environ):
+        return
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; returns the exit code. Exceptions that are no LowbitError propagate."""
+    try:
+        result = build_app()(arguments, prog_name="lowbit", standalone_mode=False)
+    except LowbitError as error:
+        return _fail(str(error), error.exit_code)
+    except USAGE_ERROR as error:
+        return _usage(error)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output went away, as in `lowbit generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return result if isinstance(result, int) else 0
+
+
+def _usage(error: BaseException) -> int:
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":  # a bare `lowbit`: the help is the answer
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    where = getattr(context, "command_path", "lowbit")
+    message = getattr(error, "format_message", error.__str__)()
+    return _fail(f"{message.rstrip('.')}; see `{where} --help`", EXIT_BAD_CONFIG)
+
+
+def _fail(message: str, code: int) -> int:
+    """Print one line on standard error; several processes say which one speaks."""
+    rank = os.environ.get("RANK", "0")
+    who = "lowbit: error" if rank == "0" else f"lowbit: error (rank {rank})"
+    print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
+    return code

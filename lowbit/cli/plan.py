@@ -1,0 +1,117 @@
+"""`lowbit plan`: what a run will take, before it is started."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowbit.cli.pretrain import Overrides
+
+if TYPE_CHECKING:
+    from lowbit.configs.schema import RunConfig
+    from lowbit.trainer.plan import Plan
+
+GIB = 2**30
+
+
+def plan(
+    overrides: Overrides = None,
+    memory_gb: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Memory of the GPU to plan for, in GiB; without it, this machine's device."),
+    ] = None,
+) -> None:
+    """Print parameters, FLOPs a token, memory by part, the largest micro-batch that fits, and the run's length."""
+    from lowbit.configs.compose import compose
+    from lowbit.configs.validate import validate
+    from lowbit.trainer.plan import plan as make_plan
+
+    config = compose(overrides or [])
+    validate(config)
+    device, memory_bytes, compute_bytes = _device(config, memory_gb)
+    vocab_size = _vocab_size(config)
+    made = make_plan(config, vocab_size, compute_bytes=compute_bytes, memory_bytes=memory_bytes)
+    dtype = "bf16" if compute_bytes == 2 else "fp32"
+    print("\n".join(describe(config, made, vocab_size, f"{device}, {memory_bytes / GIB:.1f} GiB, {dtype}")))
+
+
+def describe(config: "RunConfig", made: "Plan", vocab_size: int, device: str) -> list[str]:
+    """The printed lines of a plan."""
+    p, memory = made.parameters, made.memory
+    b, m = config.batch, config.model
+    attention = 6 * m.layers * m.heads * (m.head_dim or m.width // m.heads) * config.data.sequence_length
+    lines = [
+        f"model {m.name}: {p.total:,} parameters, {p.without_embedding:,} without the input embedding",
+        f"  embedding {p.embedding:,}, attention {p.attention:,}, mlp {p.mlp:,}, norms {p.norms:,}, "
+        f"head {f'{p.head:,}' if p.head else 'tied'} (vocabulary {vocab_size:,})",
+        f"work: {made.flops_per_token:,} FLOPs a token = 6 x {(made.flops_per_token - attention) // 6:,} weights "
+        f"(head included) + {attention:,} for causal attention (6 x layers x heads x head_dim x sequence)",
+        f"step: {b.sequences} sequences x {config.data.sequence_length} tokens = {made.tokens_per_step:,} tokens, "
+        f"in {b.sequences // b.micro_batch} micro-batches of {b.micro_batch}",
+        _length(config, made),
+        f"memory on {device}:",
+    ]
+    parts = {
+        "parameters (FP32)": memory.parameters,
+        "gradients (FP32)": memory.gradients,
+        f"optimizer ({config.optim.kind}, FP32)": memory.optimizer,
+        "rounded weights": memory.rounded_weights,
+        f"activations (recompute {config.engine.recompute})": memory.activations,
+        "LM head's chunk": memory.head_chunk,
+        "total": memory.total,
+    }
+    lines += [f"  {name:<34}{size / GIB:10.3f} GiB" for name, size in parts.items()]
+    if made.usable_bytes is not None:
+        verdict = "fits in" if made.fits else "DOES NOT FIT in"
+        lines.append(f"  {verdict} the {made.usable_bytes / GIB:.1f} GiB that training can use")
+        fitting = ", ".join(f"{n or 'none'} with recompute={kind}" for kind, n in made.largest_micro_batch.items())
+        lines.append(f"largest micro-batch that fits: {fitting}")
+    lines.append(f"generation: {made.kv_cache_bytes_per_token:,} bytes of keys and values a token")
+    return lines
+
+
+def _length(config: "RunConfig", made: "Plan") -> str:
+    clock = f"at most {config.max_minutes:g} minutes" if config.max_minutes is not None else ""
+    if made.length.steps is None:
+        return f"length: {clock}; steps depend on the machine's speed"
+    tokens, work = made.length.tokens or 0, made.total_flops or 0
+    text = f"length: {made.length.steps:,} steps, {tokens:,} tokens, {work:.3g} FLOPs"
+    return f"{text}, or {clock}, whichever comes first" if clock else text
+
+
+def _device(config: "RunConfig", memory_gb: float | None) -> tuple[str, int, int]:
+    """Name, bytes of memory and bytes of a compute number of the device to plan for."""
+    from lowbit.configs.schema import ComputeDtype
+
+    if memory_gb is not None:
+        return "a GPU", int(memory_gb * GIB), 4 if config.precision.compute is ComputeDtype.fp32 else 2
+    from lowbit.trainer.hardware import device_name
+    from lowbit.trainer.run import compute_dtype, pick_device
+
+    device = pick_device(config.device)
+    dtype = compute_dtype(config.precision, device)
+    return device_name(device), _memory(device.type, device.index), dtype.itemsize
+
+
+def _memory(kind: str, index: int | None) -> int:
+    if kind == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(index or 0).total_memory)
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _vocab_size(config: "RunConfig") -> int:
+    """Tokens of the run's tokenizer; a BPE that is yet to be trained has the size asked for."""
+    from lowbit.configs.schema import TokenizerKind
+    from lowbit.configs.validate import BYTE_VOCABULARY
+
+    tokenizer = config.data.tokenizer
+    if tokenizer.kind is TokenizerKind.bytes:
+        return BYTE_VOCABULARY
+    if tokenizer.kind is TokenizerKind.bpe:
+        return tokenizer.vocab_size
+    from lowbit.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(tokenizer.path, tokenizer.eot).vocab_size
