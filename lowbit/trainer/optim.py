@@ -4,7 +4,8 @@
         m <- beta1 m + (1 - beta1) g,   v <- beta2 v + (1 - beta2) g^2
         w <- (1 - lr * decay) w - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): the momentum of a matrix, made nearly orthogonal
-        by `ns_steps` Newton-Schulz iterations, so that every direction of the update has about the same length.
+        by `ns_steps` Newton-Schulz iterations, so that every direction of the update has about the same length
+        (trainer/muon.py).
 
 Four groups of parameters, and each parameter is in exactly one:
 
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from lowbit.configs.schema import OptimConfig, OptimizerKind
 from lowbit.errors import CheckpointError, ConfigError
+from lowbit.trainer.muon import Muon
 
 FUSED_DEVICES = ("cuda", "cpu")
 
@@ -180,15 +182,9 @@ def _adamw(members: list[tuple[str, dict[str, nn.Parameter]]], config: OptimConf
 
 
 def _muon(name: str, matrices: dict[str, nn.Parameter], config: OptimConfig) -> _Group:
-    """Muon over the hidden matrices: the one place to change for a cheaper step.
-
-    `torch.optim.Muon` loops over matrices: for 20 layers of width 1280 that is 12.6 TFLOP of BF16 products in about
-    3000 small kernels a step. Compiling its step does not help as it is: a float learning rate would be compiled in
-    (a recompilation each step of the schedule), and a tensor one is read back by `add_(alpha=...)`, a synchronisation
-    a matrix. A batched step (same-shape matrices stacked) fits here behind the same state, `momentum_buffer`.
-    """
+    """Muon over the hidden matrices."""
     muon = config.muon
-    optimizer = torch.optim.Muon(
+    optimizer = Muon(
         matrices.values(),
         lr=muon.lr,
         weight_decay=muon.weight_decay,
@@ -204,7 +200,7 @@ def _make_state(groups: list[_Group]) -> None:
     for group in groups:
         for parameter in group.parameters.values():
             state: dict[str, Tensor]
-            if isinstance(group.optimizer, torch.optim.Muon):
+            if isinstance(group.optimizer, Muon):
                 state = {"momentum_buffer": torch.zeros_like(parameter)}
             else:
                 device = parameter.device if group.torch_group["fused"] else torch.device("cpu")

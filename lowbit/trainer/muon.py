@@ -1,0 +1,89 @@
+"""Muon with matrices of one shape updated together.
+
+    M <- momentum M + (1 - momentum) G          G the gradient, M the momentum of a matrix
+    U  = (1 - momentum) G + momentum M          (Nesterov)
+    W <- (1 - lr * decay) W - lr * s * orth(U)
+
+orth(U) brings all singular values of U near 1 without an SVD (Newton-Schulz, Jordan et al. 2024): X = U / |U|_F, then
+`ns_steps` times X <- a X + (b A + c A^2) X with A = X X^T. s is sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows,
+columns)) with `match_rms_adamw`.
+
+`torch.optim.Muon` does the same matrix by matrix; this class is that one (settings, state, checks) with another
+`step`. Two reasons, both measured: at 20 layers of width 1280 on an H200 its 120 matrices take 56 ms of small products
+where stacks of equal shapes take 23 ms; and it always multiplies in BF16, which CPUs without BF16 instructions
+do ten times slower than FP32.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.trainer.hardware import fast_bf16
+
+_STACK_NUMBERS = 1 << 28
+"""Most numbers in one stack: bounds the temporary copies to a few GiB whatever the model."""
+
+
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` with a batched step; 2-D parameters only, state `momentum_buffer`."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Closures are not supported."""
+        assert closure is None
+        for group in self.param_groups:
+            for matrices in stacks([p for p in group["params"] if p.grad is not None]):
+                self._update(matrices, group)
+
+    def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        """One step for matrices of the same shape, device and type."""
+        gradients = [p.grad for p in matrices]
+        momenta = [self._momentum(p) for p in matrices]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])  # type: ignore[arg-type]
+        updates = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta  # type: ignore[arg-type]
+        dtype = torch.bfloat16 if fast_bf16(matrices[0].device) else torch.float32
+        stack = torch.stack(list(updates)).to(dtype)  # [n, rows, columns]
+        directions = orthogonalise(stack, group["ns_steps"], group["ns_coefficients"], group["eps"]).float().unbind()
+        rows, columns = matrices[0].shape
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            scale = 0.2 * math.sqrt(max(rows, columns))
+        else:
+            scale = math.sqrt(max(1.0, rows / columns))
+        if group["weight_decay"]:
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(matrices, directions, alpha=-group["lr"] * scale)
+
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum: Tensor = state["momentum_buffer"]
+        return momentum
+
+
+def stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices by shape, in runs of bounded size."""
+    by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+    for matrix in matrices:
+        by_shape[matrix.shape].append(matrix)
+    for shape, same in by_shape.items():
+        most = max(_STACK_NUMBERS // shape.numel(), 1)
+        for begin in range(0, len(same), most):
+            yield same[begin : begin + most]
+
+
+def orthogonalise(stack: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
+    """Singular values of each matrix of [n, rows, columns] brought near 1, in the stack's type."""
+    a, b, c = coefficients
+    tall = stack.shape[1] > stack.shape[2]
+    x = stack.mT.contiguous() if tall else stack
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT  # [n, m, m], m the shorter side
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x.mT if tall else x
