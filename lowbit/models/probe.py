@@ -26,7 +26,7 @@ def softmax_saturation(
         tokens: int64 [B, T]. visibility: None for plain causal.
 
     Returns:
-        One number in [0, 1] a layer; NaN when no query sees two keys.
+        One number in [0, 1] a layer; 0 when no query sees two keys.
     """
     batch, length = tokens.shape
     rule = causal(batch, length).to(tokens.device) if visibility is None else visibility.to(tokens.device)
@@ -43,7 +43,7 @@ def softmax_saturation(
         for row in range(batch):
             greatest = _greatest_weight(q[row].float(), k[row].float(), visible[row])  # [H, T]
             saturated += ((greatest > threshold) & counted[row]).sum()
-        shares.append(saturated / (counted.sum() * q.shape[1]))
+        shares.append(saturated / (counted.sum() * q.shape[1]).clamp(min=1))
         x = block.forward(x, mask, rope)
     return [float(share) for share in torch.stack(shares).cpu()]
 

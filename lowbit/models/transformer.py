@@ -26,7 +26,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from lowbit.configs.schema import MlpKind, ModelConfig, Recompute
@@ -137,8 +136,19 @@ class Block(nn.Module):
         if self.recompute is Recompute.none or cache is not None or not torch.is_grad_enabled():
             return self._forward(x, mask, rope, cache, layer)
         # There is no randomness to restore: noise in this project is keyed by counters.
-        contexts = noop_context_fn if self.recompute is Recompute.full else _selective_contexts
-        y = checkpoint(self._forward, x, mask, rope, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        # The tracer of torch.compile wants `context_fn` spelled out in the call.
+        if self.recompute is Recompute.full:
+            y = checkpoint(self._forward, x, mask, rope, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = checkpoint(
+                self._forward,
+                x,
+                mask,
+                rope,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=_selective_contexts,
+            )
         assert isinstance(y, Tensor)
         return y
 

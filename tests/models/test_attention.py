@@ -1,0 +1,131 @@
+"""Attention against FP64 softmax attention spelled out, and the BlockMask against the dense rule."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from lowbit.errors import DataError
+from lowbit.models.attention import attention, block_mask, dense_mask, prepare_mask
+from lowbit.models.visibility import Visibility, causal, documents
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Attention in FP64, one head after the other."""
+    out = torch.empty_like(q, dtype=torch.float64)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            shared = h * k.shape[1] // q.shape[1]
+            scores = q[b, h].double() @ k[b, shared].double().t() * scale
+            weights = scores.masked_fill(~visible[b, 0], float("-inf")).softmax(-1)
+            out[b, h] = weights @ v[b, shared].double()
+    return out
+
+
+def _some_rule(batch: int, length: int, kind: str) -> Visibility:
+    torch.manual_seed(length)
+    if kind == "documents":
+        return documents(torch.rand(batch, length) < 10 / length)
+    if kind == "singles":
+        return documents(torch.ones(batch, length, dtype=torch.bool))
+    if kind == "prefix":  # the first 40% of a row see each other
+        rule = causal(batch, length)
+        rule.start[:, : 2 * length // 5] = 0
+        return rule
+    # Any intervals around each token: what trees make, and more.
+    index = torch.arange(length, dtype=torch.int32).expand(batch, length)
+    start = (torch.rand(batch, length) * (index + 1)).int()
+    limit = index + 1 + (torch.rand(batch, length) * (length - index)).int()
+    rule = Visibility(start, limit, index.contiguous())
+    rule.validate()
+    return rule
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["causal", "documents", "prefix", "intervals"])
+def test_matches_fp64(kv_heads: int, kind: str) -> None:
+    q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, kv_heads, 37, 16), torch.randn(2, kv_heads, 37, 16)
+    rule = None if kind == "causal" else _some_rule(2, 37, kind)
+    out = attention(q, k, v, prepare_mask(rule, 2, 37, "cpu"))
+    expected = _plain(q, k, v, dense_mask(rule or causal(2, 37)), 16**-0.5)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    scaled = attention(q, k, v, prepare_mask(rule, 2, 37, "cpu"), scale=0.1)
+    expected = _plain(q, k, v, dense_mask(rule or causal(2, 37)), 0.1)
+    torch.testing.assert_close(scaled.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_with_shared_heads_match_fp64() -> None:
+    q, k, v = torch.randn(1, 4, 19, 8), torch.randn(1, 2, 19, 8), torch.randn(1, 2, 19, 8)
+    rule = _some_rule(1, 19, "documents")
+    grads = []
+    for function in (
+        lambda a, b, c: attention(a, b, c, prepare_mask(rule, 1, 19, "cpu")),
+        lambda a, b, c: torch.nn.functional.scaled_dot_product_attention(
+            a.double(),
+            b.double().repeat_interleave(2, 1),
+            c.double().repeat_interleave(2, 1),
+            attn_mask=dense_mask(rule),
+        ),
+    ):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        function(*leaves).square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for ours, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 100, 128, 129, 384, 500])
+@pytest.mark.parametrize("kind", ["causal", "documents", "singles", "prefix", "intervals"])
+def test_block_mask_covers_the_rule(length: int, kind: str) -> None:
+    """A block not listed has no visible pair; one listed as full has no hidden pair."""
+    rule = causal(2, length) if kind == "causal" else _some_rule(2, length, kind)
+    mask = block_mask(rule)
+    blocks = -(-length // 128)
+    pairs = torch.zeros(2, blocks * 128, blocks * 128, dtype=torch.bool)
+    pairs[:, :length, :length] = dense_mask(rule)[:, 0]
+    by_block = pairs.unflatten(1, (blocks, 128)).unflatten(3, (blocks, 128)).transpose(2, 3).flatten(3)
+    some, every = by_block.any(-1), by_block.all(-1)
+    partial, full = torch.zeros(2, blocks, blocks), torch.zeros(2, blocks, blocks)
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    for b in range(2):
+        for row in range(blocks):
+            for count, index, found in (
+                (mask.kv_num_blocks, mask.kv_indices, partial),
+                (mask.full_kv_num_blocks, mask.full_kv_indices, full),
+            ):
+                found[b, row, index[b, 0, row, : int(count[b, 0, row])].long()] += 1
+    assert (partial + full).max() <= 1
+    assert not bool((some & (partial + full == 0)).any()), "a visible block is skipped"
+    assert not bool((~every & (full > 0)).any()), "a block with hidden pairs counts as full"
+    if kind in ("causal", "documents", "singles"):  # here the interval test is exact
+        assert torch.equal((partial + full) > 0, some)
+        assert torch.equal(full > 0, every)
+
+
+def test_block_mask_is_as_sparse_as_the_librarys() -> None:
+    rule = _some_rule(2, 512, "documents")
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (rule.start[b, k] <= q) & (q < rule.limit[b, k])
+
+    theirs = create_block_mask(visible, 2, None, 512, 512, device="cpu")
+    ours = block_mask(rule)
+    assert ours.shape == theirs.shape == (2, 1, 512, 512)
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
+    assert torch.equal(ours.q_num_blocks, theirs.q_num_blocks)
+
+
+@pytest.mark.parametrize("length", [128, 200])
+@pytest.mark.parametrize("kind", ["documents", "prefix", "intervals"])
+def test_flex_attention_forward_matches_fp64(length: int, kind: str) -> None:
+    q, k, v = torch.randn(2, 4, length, 16), torch.randn(2, 2, length, 16), torch.randn(2, 2, length, 16)
+    rule = _some_rule(2, length, kind)
+    out = flex_attention(q, k, v, block_mask=block_mask(rule), enable_gqa=True)
+    assert isinstance(out, Tensor)
+    torch.testing.assert_close(out.double(), _plain(q, k, v, dense_mask(rule), 0.25), rtol=1e-5, atol=1e-5)
+
+
+def test_a_visibility_of_another_batch_is_refused() -> None:
+    with pytest.raises(DataError, match=r"visibility has shape \[2, 8\], the tokens have \[2, 9\]"):
+        prepare_mask(causal(2, 8), 2, 9, "cpu")

@@ -1,0 +1,70 @@
+"""Visibility against a mask spelled out in plain Python from document numbers."""
+
+import pytest
+import torch
+
+from lowbit.errors import DataError
+from lowbit.models.attention import dense_mask
+from lowbit.models.visibility import Visibility, causal, documents
+
+
+def test_causal_is_the_lower_triangle() -> None:
+    rule = causal(2, 7)
+    rule.validate()
+    assert torch.equal(dense_mask(rule), torch.ones(7, 7).tril().bool().expand(2, 1, 7, 7))
+    assert rule.position.tolist() == [list(range(7))] * 2
+
+
+def test_documents_see_only_themselves() -> None:
+    torch.manual_seed(3)
+    first = torch.rand(4, 33) < 0.2
+    first[3] = True
+    rule = documents(first)
+    rule.validate()
+    mask = dense_mask(rule)
+    for row in range(4):
+        number, depth, numbers = 0, -1, []
+        for token in range(33):
+            if first[row, token] and token:
+                number, depth = number + 1, -1
+            depth += 1
+            numbers.append(number)
+            assert rule.position[row, token] == depth
+        for i in range(33):
+            for j in range(33):
+                assert bool(mask[row, 0, i, j]) == (j <= i and numbers[i] == numbers[j])
+
+
+def test_one_document_is_causal() -> None:
+    rule, expected = documents(torch.zeros(2, 9, dtype=torch.bool)), causal(2, 9)
+    for name in ("start", "limit", "position"):
+        assert torch.equal(getattr(rule, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("start", 4, "start[1, 3] = 4 of token 3 in row 1"),
+        ("start", -1, "start[1, 3] = -1 of token 3 in row 1"),
+        ("limit", 3, "limit[1, 3] = 3 of token 3 in row 1"),
+        ("limit", 9, "limit[1, 3] = 9 of token 3 in row 1"),
+        ("position", 8, "position[1, 3] = 8 of token 3 in row 1"),
+        ("position", -1, "position[1, 3] = -1 of token 3 in row 1"),
+    ],
+)
+def test_validate_names_the_token(name: str, value: int, told: str) -> None:
+    rule = causal(2, 8)
+    getattr(rule, name)[1, 3] = value
+    with pytest.raises(DataError) as error:
+        rule.validate(max_sequence=8)
+    assert told in str(error.value)
+
+
+def test_validate_names_a_wrong_type_or_shape() -> None:
+    rule = causal(2, 8)
+    with pytest.raises(DataError, match=r"visibility\.limit must be int32"):
+        Visibility(rule.start, rule.limit.long(), rule.position).validate()
+    with pytest.raises(DataError, match=r"visibility\.position must be int32"):
+        Visibility(rule.start, rule.limit, rule.position[:, 1:]).validate()
+    with pytest.raises(DataError, match="bool tensor"):
+        documents(torch.zeros(2, 8))
