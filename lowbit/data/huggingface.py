@@ -35,9 +35,11 @@ def dataset_identity(config: SourceConfig) -> str:
         except Exception as error:
             raise _unreadable(config, error) from error
         files = builder.config.data_files or {}
-        if files and config.split.split("[")[0] not in files:
-            raise DataError(f"data set {config.path!r} has no split {config.split!r}{nearest(config.split, files)}")
-        details = [builder.config_id, {k: [[str(f) for f in v], v.origin_metadata] for k, v in files.items()}]
+        if files and config.split.split("[")[0] not in {str(k) for k in files}:
+            raise DataError(
+                f"data set {config.path!r} has no split {config.split!r}{nearest(config.split, map(str, files))}"
+            )
+        details = [builder.config_id, {str(k): [[str(f) for f in v], v.origin_metadata] for k, v in files.items()}]
     text = json.dumps([Path(config.path).name, details], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

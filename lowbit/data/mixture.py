@@ -52,7 +52,7 @@ class Mixture:
 def _whole_counts(shares: list[float]) -> NDArray[np.int64]:
     """Split BLOCK by `shares` into whole numbers, at least one each."""
     wanted = np.array(shares) * BLOCK
-    counts = np.maximum(1, np.floor(wanted)).astype(np.int64)
+    counts: NDArray[np.int64] = np.maximum(1, np.floor(wanted)).astype(np.int64)
     while (short := BLOCK - int(counts.sum())) > 0:
         counts[np.argsort(counts - wanted, kind="stable")[:short]] += 1
     while counts.sum() > BLOCK:  # many tiny sources were raised to one sample: the largest gives way

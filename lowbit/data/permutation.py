@@ -4,7 +4,8 @@ A Feistel network turns a bit string (left, right) into (right, left XOR F(right
 each round; every round can be undone, so the whole is a bijection of the 2**b strings whatever F is. With 2**b the next
 power of two above n, an element that falls at or beyond n is fed in again until it lies below (*cycle walking*: a walk
 along a cycle of the bijection that began below n must come back below n), which makes a bijection of 0..n-1. On
-average that takes fewer than two passes.
+average that takes fewer than two passes. Up to 64 elements, where so small a network shuffles poorly, are sorted by
+random numbers instead.
 
 Source: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). F mixes 32-bit words with MurmurHash3's
 finalizer. It is no cipher; it only has to shuffle well.
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 8
-_LEAST_BITS = 6
+_TABLE = 64
 
 
 class Permutation:
@@ -27,17 +28,18 @@ class Permutation:
         if not 1 <= size <= 1 << 62:
             raise ValueError(f"size={size} must lie in 1..2**62")
         self.size = size
-        bits = max(_LEAST_BITS, (size - 1).bit_length())
+        bits = (size - 1).bit_length()
         self._low, self._high = (bits + 1) // 2, bits // 2
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=4 * _ROUNDS).digest()
-        self._keys = np.frombuffer(digest, dtype="<u4")
+        random = hashlib.shake_256(repr(key).encode()).digest(8 * _TABLE)
+        self._keys = np.frombuffer(random, dtype="<u4")[:_ROUNDS]
+        self._table = np.argsort(np.frombuffer(random, dtype="<u8")[:size], kind="stable") if size <= _TABLE else None
 
     def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Elements at positions `index`, int64 [...] in 0..size-1."""
         if index.size and (int(index.min()) < 0 or int(index.max()) >= self.size):
             raise IndexError(f"positions must lie in 0..{self.size - 1}")
-        if self.size == 1:
-            return np.zeros_like(index)
+        if self._table is not None:
+            return self._table[index]
         out = self._network(index)
         outside = out >= self.size
         while outside.any():
