@@ -1,10 +1,6 @@
 """`lowbit doctor`: what this machine has, what its devices compute natively, what is missing and how to get it."""
 
-import json
-import platform
-import shutil
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -71,6 +67,8 @@ def doctor(
     if preset:
         print("gpu" if has_gpu() else "cpu")
         return
+    import json
+
     found = diagnose()
     print(json.dumps(asdict(found), indent=2) if as_json else "\n".join(report(found)))
 
@@ -91,6 +89,9 @@ def capability_formats(capability: tuple[int, int]) -> dict[str, str]:
 
 def diagnose() -> Diagnosis:
     """Look at this machine. Imports PyTorch."""
+    import platform
+    import shutil
+
     import torch
 
     import lowbit
@@ -136,6 +137,8 @@ def _missing(packages: dict[str, str | None], compiler: str | None, cuda: str | 
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -21,7 +21,7 @@ from lowbit.configs.compose import CONFIG_MODULE, CONFIG_NAME, compose_tree, to_
 from lowbit.configs.overrides import expand_sweep, for_hydra, sweep_keys
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.validate import validate
-from lowbit.errors import EXIT_FAILED, ConfigError, Interrupted, LowbitError
+from lowbit.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, Interrupted, LowbitError
 
 OUTCOME = "outcome.json"
 """In each job's folder of a sweep: how the job ended."""
@@ -98,20 +98,19 @@ def run_sweep(overrides: Sequence[str]) -> None:
         except ConfigError as error:
             raise ConfigError(f"job {number} ({' '.join(_only(settings, swept))}): {error}") from None
     sweep_dir = _sweep_dir([s for s, key in zip(jobs[0], _keys(jobs[0]), strict=True) if key not in swept])
-
     quoted = "'" + str(sweep_dir).replace("'", "\\'") + "'"
-
-    def job(tree: Any) -> None:
-        _sweep_job(tree, swept)
-
+    interrupted = False
     try:
-        _under_hydra(job, ["--multirun", *for_hydra(overrides), f"hydra.sweep.dir={quoted}"])
-    finally:
-        outcomes = _outcomes(sweep_dir)
-        _print_table([sweep_dir / folder for folder, outcome in outcomes if outcome.exit_code == 0])
+        arguments = ["--multirun", *for_hydra(overrides), f"hydra.sweep.dir={quoted}"]
+        _under_hydra(lambda tree: _sweep_job(tree, swept), arguments)
+    except Interrupted:
+        interrupted = True
+    outcomes = _outcomes(sweep_dir)
+    done = [folder for folder, outcome in outcomes if outcome.exit_code == 0]
+    _print_table([sweep_dir / folder for folder in done])
+    if interrupted:
+        raise Interrupted(f"the sweep was interrupted: {len(done)} of {len(jobs)} jobs are done, in {sweep_dir}")
     failed = [outcome.name for _, outcome in outcomes if outcome.exit_code]
-    if missing := len(jobs) - len(outcomes):
-        failed.append(f"{missing} that left no {OUTCOME}")
     if failed:
         raise LowbitError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}; see {sweep_dir}/*/run.log")
 
@@ -135,6 +134,9 @@ def _sweep_job(tree: Any, swept: Sequence[str]) -> None:
     outcome = Outcome(hydra.job.num, settings)
     try:
         _train(tree)
+    except KeyboardInterrupt:
+        outcome = Outcome(hydra.job.num, settings, EXIT_INTERRUPTED, "interrupted")
+        raise
     except Exception as error:
         _log(error)
         code = error.exit_code if isinstance(error, LowbitError) else EXIT_FAILED
@@ -202,6 +204,8 @@ def _under_hydra(job: Callable[[Any], None], arguments: Sequence[str]) -> None:
     with _as_script([CONFIG_NAME, *arguments]):
         try:
             hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name=CONFIG_NAME)(job)()
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted; the same command goes on from the newest checkpoint") from None
         except OSError as error:
             raise LowbitError(f"{error.filename}: the run's folder cannot be written ({error.strerror})") from error
 

@@ -178,7 +178,9 @@ def _run(config: RunConfig) -> None:
 def _heads(config: RunConfig) -> None:
     m = config.model
     if m.head_dim is None and m.width % m.heads:
-        works = f"model.heads={_nearest_divisor(m.width, m.heads)} would work, or set model.head_dim"
+        whole = [h for h in range(m.kv_heads, m.width + 1, m.kv_heads) if m.width % (2 * h) == 0]
+        best = min(whole, key=lambda h: abs(h - m.heads), default=None)
+        works = f"model.heads={best} would work, or set model.head_dim" if best else "set model.head_dim"
         raise _refuse(config, "model.width", "model.heads", why="heads must divide the width", works=works)
     if m.heads % m.kv_heads:
         works = f"model.kv_heads={_nearest_divisor(m.heads, m.kv_heads)} would work"
@@ -273,8 +275,11 @@ def _source(config: RunConfig, key: str) -> None:
         works = f"{key}.weight=1 would work; ~{key} removes the source"
         raise _refuse(config, f"{key}.weight", why="must be greater than 0", works=works)
     if source.max_documents is not None and source.max_documents < 1:
-        works = "null (all) or 1000 would work"
+        works = f"{key}.max_documents=1000 would work, or null for all"
         raise _refuse(config, f"{key}.max_documents", why="must be at least 1", works=works)
+    if source.document_bytes < 1:
+        works = f"{key}.document_bytes=1048576 would work"
+        raise _refuse(config, f"{key}.document_bytes", why="must be at least 1", works=works)
     path, kind = f"{key}.path", f"{key}.kind"
     if source.kind is SourceKind.python_docs and source.path:
         raise _refuse(config, path, kind, why="python_docs reads no path", works=f"{kind}=files would work")

@@ -1,0 +1,123 @@
+"""Write docs/configuration.md from the schema's own docstrings and the presets' first comments.
+
+    python scripts/config_reference.py            # write
+    python scripts/config_reference.py --check    # exit 1 if the file is not current
+
+Attribute docstrings are not kept at run time, so they are read from the source with `ast`; types and defaults come
+from the classes themselves.
+"""
+
+import ast
+import dataclasses
+import inspect
+import sys
+import typing
+from pathlib import Path
+
+from lowbit.configs import schema
+from lowbit.configs.overrides import groups
+from lowbit.configs.schema import RunConfig
+from lowbit.configs.stored import plain
+from lowbit.configs.strict import accepted, fields_of, show, unwrap_optional
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs" / "configuration.md"
+
+INTRODUCTION = """\
+# Configuration
+
+This page is written by `scripts/config_reference.py` from `lowbit/configs/schema.py`; edit that file instead.
+
+Settings follow the command: `lowbit pretrain preset=gpu model=30m optim.lr=1e-3`.
+
+- `key=value` sets a key. Text with spaces or any of `{}[](),=:` needs quotes of its own: `run_name="'a, b'"`.
+- `group=choice` takes a preset (below). `preset=` chooses several at once; what you write always wins over it.
+- `optim.lr=1e-3,3e-4 -m` runs every combination (a sweep) and compares the runs at the end.
+- Lists and mappings: `batch.warmup=[{until_tokens: 1000000, sequences: 8}]`.
+- `data.sources.NAME.KEY=value` adds a source of that name to the mixture; `~data.sources.NAME` removes one.
+- `--cfg resolved` prints the whole configuration, checked, and stops. `hydra.*` keys configure Hydra itself.
+
+An unknown key, a wrong type or a combination that cannot work ends the command at once with exit code 2 and one line
+that names the key and the nearest valid one. The resolved configuration is saved as `config.yaml` in the run's folder.
+"""
+
+
+def docstrings() -> dict[str, dict[str, str]]:
+    """Docstring of each attribute of each class of the schema, and of the class itself under ""."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        texts = {"": ast.get_docstring(node) or ""}
+        for before, after in zip(node.body, node.body[1:], strict=False):
+            name = _assigned(before)
+            if name and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                texts[name] = inspect.cleandoc(str(after.value.value))
+        found[node.name] = texts
+    return found
+
+
+def _assigned(node: ast.stmt) -> str:
+    target = (
+        node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+    )
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def sections(cls: type, key: str, texts: dict[str, dict[str, str]]) -> list[str]:
+    """The page's part about one dataclass, then those of the dataclasses inside it."""
+    title = f"## `{key}`" if key else "## Top level"
+    lines = [title, "", texts[cls.__name__][""], "", "| key | takes | default | meaning |", "|---|---|---|---|"]
+    inside: list[str] = []
+    example = cls()
+    for name, hint in fields_of(cls).items():
+        inner, _ = unwrap_optional(hint)
+        path = f"{key}.{name}" if key else name
+        if typing.get_origin(inner) is dict:
+            path, inner = f"{path}.NAME", typing.get_args(inner)[1]
+        elif typing.get_origin(inner) is list and dataclasses.is_dataclass(typing.get_args(inner)[0]):
+            inside += sections(typing.get_args(inner)[0], f"{path}.N", texts)
+        if dataclasses.is_dataclass(inner):
+            inside += sections(typing.cast(type, inner), path, texts)
+            continue
+        meaning = [texts[cls.__name__].get(name, "")]
+        if isinstance(inner, type) and inner.__name__ in texts:  # an enumeration: its own words
+            choices = texts[inner.__name__]
+            meaning.append(choices[""])
+            meaning += [f"`{choice}`: {choices[choice]}" for choice in inner if choice in choices]
+        default = show(plain(getattr(example, name)))
+        cells = [f"`{path}`", accepted(hint), f"`{default}`" if default else "empty", " ".join(filter(None, meaning))]
+        lines.append("| " + " | ".join(" ".join(c.split()).replace("|", "\\|") for c in cells) + " |")
+    return [*lines, "", *inside]
+
+
+def presets() -> list[str]:
+    """The page's part about groups and their choices."""
+    lines = ["## Presets", "", "| group | choice | what it is |", "|---|---|---|"]
+    for group, choices in groups().items():
+        for choice in choices:
+            text = (ROOT / "lowbit" / "configs" / group / f"{choice}.yaml").read_text(encoding="utf-8")
+            comments = [
+                line.lstrip("# ") for line in text.splitlines() if line.startswith("# ") and "@package" not in line
+            ]
+            lines.append(f"| `{group}` | `{choice}` | {comments[0] if comments else ''} |")
+    return [*lines, ""]
+
+
+def render() -> str:
+    """The whole page."""
+    return "\n".join([INTRODUCTION, *presets(), *sections(RunConfig, "", docstrings())]).rstrip() + "\n"
+
+
+def main() -> int:
+    page = render()
+    if "--check" in sys.argv[1:]:
+        return 0 if TARGET.is_file() and TARGET.read_text(encoding="utf-8") == page else 1
+    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.write_text(page, encoding="utf-8")
+    print(f"wrote {TARGET.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

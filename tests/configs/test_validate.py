@@ -1,0 +1,154 @@
+"""Every impossible combination is refused with the keys, the values, and a value that does work."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lowbit.configs.schema import RunConfig
+from lowbit.configs.stored import plain
+from lowbit.configs.strict import build, locate, schema_paths, unwrap_optional
+from lowbit.configs.validate import RANGES, validate
+from lowbit.errors import ConfigError
+
+BASE: dict[str, Any] = plain(RunConfig(max_steps=10))
+
+
+def tree(changes: dict[str, Any], base: dict[str, Any] = BASE) -> dict[str, Any]:
+    changed = copy.deepcopy(base)
+    for key, value in changes.items():
+        *parents, last = key.split(".")
+        node: Any = changed
+        for part in parents:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        node[last] = value
+    return changed
+
+
+CASES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"model.heads": 3}, ["model.width=256", "model.heads=3"]),
+    ({"model.kv_heads": 3}, ["model.heads=4", "model.kv_heads=3"]),
+    ({"model.heads": 2, "model.kv_heads": 4}, ["model.heads=2", "model.kv_heads=4"]),
+    ({"model.width": 12}, ["model.width=12", "model.heads=4", "even"]),
+    ({"model.head_dim": 63}, ["model.head_dim=63", "even"]),
+    ({"model.rope.factor": 4.0}, ["model.rope.factor=4", "model.rope.scaling=none"]),
+    ({"model.rope.scaling": "llama3", "model.rope.low_freq_factor": 8.0}, ["low_freq_factor=8", "high_freq_factor=4"]),
+    ({"model.rope.scaling": "yarn", "model.rope.beta_slow": 64.0}, ["beta_slow=64", "beta_fast=32"]),
+    ({"data.sequence_length": 4096}, ["data.sequence_length=4096", "model.max_sequence=2048"]),
+    ({"data.shard_tokens": 256}, ["data.shard_tokens=256", "data.sequence_length=256"]),
+    ({"evaluation.sample_tokens": 4000}, ["evaluation.sample_tokens=4000", "model.max_sequence=2048"]),
+    ({"batch.sequences": 17}, ["batch.sequences=17", "batch.micro_batch=16"]),
+    ({"batch.sequences": 8}, ["batch.sequences=8", "batch.micro_batch=16"]),
+    ({"batch.warmup": [{"until_tokens": 9, "sequences": 12}]}, ["batch.warmup.0.sequences=12", "batch.micro_batch=16"]),
+    ({"batch.warmup": [{"until_tokens": 9, "sequences": 0}]}, ["batch.warmup.0.sequences=0"]),
+    ({"batch.warmup": [{"until_tokens": 0, "sequences": 16}]}, ["batch.warmup.0.until_tokens=0"]),
+    (
+        {"batch.warmup": [{"until_tokens": 9, "sequences": 16}, {"until_tokens": 9, "sequences": 16}]},
+        ["batch.warmup.1.until_tokens=9", "after 9"],
+    ),
+    ({"max_steps": None}, ["max_steps=null", "max_tokens=null", "max_minutes=null"]),
+    ({"deterministic": True, "max_minutes": 1.0}, ["deterministic=true", "max_minutes=1"]),
+    ({"resume_allow": ["data", "seed"]}, ["resume_allow=[data, seed]", "tokenizer, data, model"]),
+    ({"resume": "/nowhere/step-7"}, ["resume=/nowhere/step-7", "no such"]),
+    ({"run_name": ""}, ["run_name=", "runs/"]),
+    ({"run_name": "../x"}, ["run_name=../x"]),
+    ({"run_name": "/abs"}, ["run_name=/abs"]),
+    ({"device": "gpu"}, ["device=gpu", "cuda:N"]),
+    ({"device": "cuda:x"}, ["device=cuda:x"]),
+    ({"optim.schedule.decay_fraction": 0.0}, ["optim.schedule.kind=wsd", "optim.schedule.decay_fraction=0"]),
+    ({"data.sources": {}}, ["data.sources={}", "nothing to train on"]),
+    ({"data.sources.python_docs.weight": 0.0}, ["data.sources.python_docs.weight=0"]),
+    ({"data.sources.python_docs.weight": -1.0}, ["data.sources.python_docs.weight=-1"]),
+    ({"data.sources.python_docs.max_documents": 0}, ["data.sources.python_docs.max_documents=0"]),
+    ({"data.sources.python_docs.document_bytes": 0}, ["data.sources.python_docs.document_bytes=0"]),
+    ({"data.sources.python_docs.path": "x"}, ["python_docs.path=x", "reads no path"]),
+    ({"data.sources.python_docs.kind": "files"}, ["python_docs.path=", "kind=files", "needs a path"]),
+    ({"data.sources.python_docs.kind": "huggingface"}, ["python_docs.path=", "needs a path"]),
+    ({"data.sources": {"f": {"kind": "files", "path": "/nowhere/*.txt"}}}, ["f.path=/nowhere/*.txt", "no such"]),
+    ({"data.tokenizer.vocab_size": 256}, ["data.tokenizer.vocab_size=256", "at least 257"]),
+    ({"data.tokenizer.kind": "file"}, ["data.tokenizer.kind=file", "data.tokenizer.path="]),
+    ({"data.tokenizer.kind": "file", "data.tokenizer.path": "/nowhere.json"}, ["path=/nowhere.json", "no such"]),
+    ({"data.tokenizer.kind": "bytes", "data.tokenizer.path": "x"}, ["path=x", "kind=bytes"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "fragments"), CASES, ids=[f[0] for _, f in CASES])
+def test_impossible_combinations(changes: dict[str, Any], fragments: list[str]) -> None:
+    validate(build(RunConfig, BASE))
+    with pytest.raises(ConfigError) as caught:
+        validate(build(RunConfig, tree(changes)))
+    message = str(caught.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+def advice(changes: dict[str, Any]) -> tuple[str, str, str] | None:
+    """The refusal of a configuration, and the first KEY=VALUE behind its last semicolon that `would work`."""
+    with pytest.raises(ConfigError) as caught:
+        validate(build(RunConfig, tree(changes)))
+    message = str(caught.value)
+    found = re.match(r"([a-z_0-9.]+)=(\S+?)[ ,].*would", message.rsplit("; ", 1)[1] + " ")
+    return (message, found[1], found[2]) if found and found[1] != "data" else None
+
+
+ADVISED = [changes for changes, _ in CASES if advice(changes)]
+
+
+def test_most_errors_offer_an_assignment() -> None:
+    assert len(ADVISED) >= 25
+
+
+@pytest.mark.parametrize("changes", ADVISED, ids=str)
+def test_the_value_offered_works(changes: dict[str, Any]) -> None:
+    """Follow the advice, and the run is accepted (or another thing is wrong, such as the path a kind then needs)."""
+    message, key, text = advice(changes) or ("", "", "")
+    better = tree({key: yaml.safe_load(text)}, tree(changes))
+    if key == "max_minutes":  # "max_minutes=null with max_steps=1000 would work"
+        better["max_steps"] = 1000
+    try:
+        validate(build(RunConfig, better))
+    except ConfigError as error:
+        assert str(error).split(":")[0] != message.split(":")[0]
+        assert "path" in str(error)
+
+
+def bounds() -> list[tuple[str, float, bool]]:
+    """For each range: values at and just beyond its ends, and whether they are inside."""
+    found: list[tuple[str, float, bool]] = []
+    for key, r in RANGES.items():
+        found += [(key, r.low - 1, False), (key, r.low, not r.open_low)]
+        if r.high != float("inf"):
+            found += [(key, r.high, not r.open_high), (key, r.high + 1, False)]
+    return found
+
+
+@pytest.mark.parametrize(("key", "value", "inside"), bounds())
+def test_ranges(key: str, value: float, inside: bool) -> None:
+    kind = unwrap_optional(locate(key))[0]
+    config = build(RunConfig, tree({key: kind(value)}))
+    try:
+        validate(config)
+    except ConfigError as error:
+        refused_for_range = re.match(rf"{re.escape(key)}=\S+: must be (at least|greater than) ", str(error))
+        assert bool(refused_for_range) is not inside, error
+    else:
+        assert inside
+
+
+def test_every_number_of_the_schema_has_a_range() -> None:
+    elsewhere = {"weight", "max_documents", "document_bytes"}  # of each source, in _source
+    numbers = {p for p in schema_paths() if unwrap_optional(locate(p.replace("NAME", "x")))[0] in (int, float)}
+    assert {p for p in numbers if p.rsplit(".", 1)[-1] not in elsewhere} == set(RANGES)
+
+
+def test_paths_are_looked_for_as_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    for path in (tmp_path, tmp_path / "a.txt", tmp_path / "*.txt", tmp_path / "**" / "a.*"):
+        validate(build(RunConfig, tree({"data.sources": {"f": {"kind": "files", "path": str(path)}}})))
+    validate(build(RunConfig, tree({"resume": str(tmp_path)})))
+    tokenizer = {"data.tokenizer.kind": "file", "data.tokenizer.path": str(tmp_path)}
+    validate(build(RunConfig, tree(tokenizer)))

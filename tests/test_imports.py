@@ -1,0 +1,129 @@
+"""Imports point one way, and the command line starts without anything heavy.
+
+    cli -> {distill, rl} -> {trainer, infer} -> {quant, comm, data} -> models
+
+`trainer` may import `infer`; `configs.schema` and `errors` are leaves that everyone may import; the rest of `configs`
+(composition, validation, stored files) serves the command line and the trainer.
+"""
+
+import ast
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "lowbit"
+
+LEAVES = {"lowbit", "lowbit.errors", "lowbit.configs.schema"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "configs": set(),
+    "models": set(),
+    "quant": {"models"},
+    "comm": {"models"},
+    "data": {"models"},
+    "infer": {"quant", "comm", "data", "models"},
+    "trainer": {"infer", "quant", "comm", "data", "models", "configs"},
+    "distill": {"trainer", "infer", "quant", "comm", "data", "models", "configs"},
+    "rl": {"trainer", "infer", "quant", "comm", "data", "models", "configs"},
+    "cli": {"distill", "rl", "trainer", "infer", "quant", "comm", "data", "models", "configs"},
+}
+"""Rooms whose modules a room may import, besides its own and the leaves."""
+
+HEAVY = (
+    "torch",
+    "numpy",
+    "hydra",
+    "omegaconf",
+    "datasets",
+    "wandb",
+    "deepspeed",
+    "transformers",
+    "pyarrow",
+    "matplotlib",
+)
+
+
+def room(module: str) -> str:
+    """`lowbit.models.layers` -> `models`."""
+    return module.split(".")[1] if "." in module else module
+
+
+def imported_modules(source: str, module: str) -> set[str]:
+    """Every lowbit module that the source of `module` imports, anywhere in the file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *([node.module] if node.module else [])])
+            found.add(base)
+            found |= {f"{base}.{alias.name}" for alias in node.names if is_module(f"{base}.{alias.name}")}
+    return {name for name in found if name == "lowbit" or name.startswith("lowbit.")}
+
+
+def is_module(name: str) -> bool:
+    path = PACKAGE.parent.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def violations(source: str, module: str) -> list[str]:
+    own = room(module)
+    names = {n for n in imported_modules(source, module) if n not in LEAVES}
+    names = {
+        n for n in names if not (n == "lowbit.configs" and "lowbit.configs.schema" in imported_modules(source, module))
+    }
+    return [f"{module} imports {n}" for n in sorted(names) if room(n) != own and room(n) not in MAY_IMPORT[own]]
+
+
+def test_imports_point_one_way() -> None:
+    found: list[str] = []
+    files = [f for f in PACKAGE.rglob("*.py") if f.parent != PACKAGE]
+    for file in files:
+        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        found += violations(file.read_text(encoding="utf-8"), module)
+    assert len(files) > 20
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("lowbit.models.layers", "from lowbit.quant.policy import X", True),
+        ("lowbit.models.layers", "def f():\n    import lowbit.trainer.run", True),
+        ("lowbit.data.pack", "from lowbit import trainer", True),
+        ("lowbit.data.pack", "from ..trainer import loop", True),
+        ("lowbit.data.pack", "from lowbit.configs.compose import compose", True),
+        ("lowbit.infer.engine", "from lowbit.trainer.loop import X", True),
+        ("lowbit.configs.compose", "from lowbit.cli.main import main", True),
+        ("lowbit.trainer.run", "from lowbit.infer.engine import Generator", False),
+        ("lowbit.models.layers", "from lowbit.configs.schema import X\nfrom lowbit.errors import Y", False),
+        ("lowbit.models.layers", "from lowbit.configs import schema", False),
+        ("lowbit.data.loader", "from .batch import Batch", False),
+    ],
+)
+def test_the_rule_finds_each_kind_of_import(module: str, source: str, wrong: bool) -> None:
+    assert bool(violations(source, module)) is wrong
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    code = f"import sys, lowbit.cli.main\nprint([m for m in {HEAVY!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_help_is_quick() -> None:
+    """Under half a second of processor time, best of three: the clock on the wall also measures other processes."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        out = subprocess.run([sys.executable, "-m", "lowbit", "--help"], capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert "pretrain" in out.stdout
+    assert min(seconds) < 0.5, seconds
