@@ -245,9 +245,15 @@ def _training_sample(config: DataConfig, listings: list[Listing]) -> Iterator[st
     """Text to train a tokenizer on: the sources by weight, without the held-out documents."""
     threshold = split_threshold(config.held_out)
     shares = Mixture([listing.config.weight for listing in listings]).shares
+    found = False
     for listing, share in zip(listings, shares, strict=True):
-        yield from take_bytes(
+        for document in take_bytes(
             read_documents(listing, shuffled=True),
             int(config.tokenizer.train_bytes * share),
             lambda document: held_out_key(document.encode("utf-8")) >= threshold,
-        )
+        ):
+            found = True
+            yield document
+    if not found:
+        names = ", ".join(listing.name for listing in listings)
+        raise DataError(f"no text to train a tokenizer on: {names} is empty, or all of it is held out; add documents")
