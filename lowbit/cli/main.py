@@ -13,7 +13,7 @@ from typing import cast
 
 import typer
 
-from lowbit.cli import complete, data, doctor, evaluate, generate, plan, pretrain, tokenizer, version
+from lowbit.cli import complete, data, doctor, evaluate, generate, plan, pretrain, report, tokenizer, version
 from lowbit.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, LowbitError
 
 USAGE_ERROR: type[Exception] = cast(type[Exception], typer.BadParameter.__mro__[1])
@@ -35,6 +35,7 @@ def build_app() -> typer.Typer:
     app.command("pretrain", context_settings=OVERRIDES)(pretrain.pretrain)
     app.command("generate")(generate.generate)
     app.command("eval")(evaluate.evaluate)
+    app.command("report")(report.report)
     app.command("plan", context_settings=OVERRIDES)(plan.plan)
     app.command("doctor")(doctor.doctor)
     app.command("version")(version.version)
@@ -69,7 +70,7 @@ def run(arguments: list[str]) -> int:
 def _usage(error: BaseException) -> int:
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # a bare `lowbit`: the help is the answer
-        print(error, file=sys.stderr)
+        print(error, file=sys.stderr, end="")
         return EXIT_BAD_CONFIG
     where = getattr(context, "command_path", "lowbit")
     message = getattr(error, "format_message", error.__str__)()

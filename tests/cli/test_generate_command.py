@@ -1,0 +1,37 @@
+"""`lowbit generate` prints whole characters only, and in the end the whole text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowbit.cli.generate import pieces
+
+
+def decode(ids: list[int]) -> str:
+    """The bytes tokenizer's decoder: an id is a byte; a cut character is U+FFFD."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+@given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\ufffd"), max_size=40))
+def test_characters_come_whole_and_as_soon_as_they_are_whole(text: str) -> None:
+    tokens = list(text.encode("utf-8"))
+    assert list(pieces(tokens, decode)) == list(text)
+
+
+@given(st.lists(st.integers(0, 255), max_size=60))
+def test_any_bytes_come_out_as_the_decoder_says(tokens: list[int]) -> None:
+    assert "".join(pieces(tokens, decode)) == decode(tokens)
+
+
+@pytest.mark.parametrize(("text", "cut"), [("naïve", 3), ("東京", 2), ("🙂", 3)])
+def test_a_character_left_open_is_shown_at_the_end(text: str, cut: int) -> None:
+    tokens = list(text.encode("utf-8"))[:cut]
+    assert "".join(pieces(tokens, decode)) == decode(tokens)
+    assert decode(tokens).endswith("\ufffd")
+
+
+def test_a_decoder_that_looks_at_neighbours() -> None:
+    """SentencePiece-like: a word's leading space shows only when something stands before it."""
+    words = ["▁the", "▁cat", "s"]
+    found = list(pieces([0, 1, 2], lambda ids: "".join(words[i] for i in ids).replace("▁", " ").lstrip()))
+    assert found == ["the", " cat", "s"]

@@ -1,0 +1,69 @@
+"""Mistakes on the command line: exit code 2, one line on standard error, nothing on disk."""
+
+from pathlib import Path
+
+import pytest
+from processes import lowbit, together
+
+from lowbit.cli.main import run
+
+MISTAKES: list[tuple[list[str], list[str]]] = [
+    (["pretrain", "max_stepz=3"], ["max_stepz=3", "nearest: max_steps"]),
+    (["pretrain", "+optim.lrr=1"], ["optim.lrr=1", "nearest: optim.lr"]),
+    (["pretrain", "steps=1"], ["steps=1", "nearest: max_steps"]),
+    (["pretrain", "model=tyni"], ["model=tyni", "nearest: tiny"]),
+    (["pretrain", "max_steps=abc"], ["max_steps=abc", "an integer"]),
+    (["pretrain", "data=files"], ["data.sources.files.path", "no value"]),
+    (["pretrain", "data=files", "data.sources.files.path=/nowhere"], ["path=/nowhere", "no such"]),
+    (["pretrain", "model.heads=3"], ["model.width=256", "model.heads=3"]),
+    (["pretrain", "deterministic=true"], ["max_minutes=null"]),
+    (["pretrain", "seed=1,2"], ["seed=1,2", "-m"]),
+    (["pretrain", "-m", "seed=1,2", "model=tiny,tyni"], ["job 1", "model=tyni", "nearest: tiny"]),
+    (["pretrain", "-m", "seed=1,2", "model.heads=4,3"], ["job 1", "model.heads=3"]),
+    (["pretrain", "--max-steps", "3"], ["--max-steps", "max_steps=value"]),
+    (["pretrain", "--cfg", "everything"], ["--cfg"]),
+    (["pretrain", "hydra.rn.dir=x"], ["hydra.rn.dir=x"]),
+    (["plan", "max_stepz=3"], ["max_stepz=3", "nearest: max_steps"]),
+    (["generate"], ["RUN", "lowbit generate --help"]),
+    (["generate", "runs/x", "--max-tokens", "0"], ["--max-tokens"]),
+    (["generate", "runs/x", "--colour"], ["--colour"]),
+    (["pretrian"], ["pretrian", "lowbit --help"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "fragments"), MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
+def test_a_mistake_is_one_line(
+    arguments: list[str],
+    fragments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("lowbit: error: ") and err.count("\n") == 1 and "Traceback" not in err
+    for fragment in fragments:
+        assert fragment in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_through_real_processes(tmp_path: Path) -> None:
+    chosen = [MISTAKES[i] for i in (0, 3, 5, 10, 12, 16)]
+    for (arguments, fragments), ended in zip(chosen, together([a for a, _ in chosen], tmp_path), strict=True):
+        assert ended.code == 2, arguments
+        assert ended.out == "" and ended.err.startswith("lowbit: error: ") and ended.err.count("\n") == 1
+        assert all(fragment in ended.err for fragment in fragments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_processes_need_an_engine_this_version_lacks(tmp_path: Path) -> None:
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    ended = lowbit(["pretrain"], tmp_path, environment=torchrun)
+    assert ended.code == 2 and "(rank 1)" in ended.err and "DeepSpeed" in ended.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_none(tmp_path: Path) -> None:
+    for ended in together([["generate", "nowhere"], ["eval", "nowhere"]], tmp_path):
+        assert ended.code == 1 and ended.err.startswith("lowbit: error: nowhere") and ended.err.count("\n") == 1
