@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig
 from lowbit.errors import ConfigError
-from lowbit.models.transformer import head_dim_of
+from lowbit.models.cost import head_dim_of
 
 
 class StaticKVCache:

@@ -139,7 +139,9 @@ class Generator:
         feed = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         cache = StaticKVCache(model.config, len(prompts), longest + max_new_tokens, model.compute_dtype, device)
         with frozen_weights(model, model.compute_dtype):
-            head = model.head_weight.detach().to(model.compute_dtype)
+            head = None if model.head is None else model.head.frozen
+            if head is None:
+                head = model.head_weight.detach().to(model.compute_dtype)
             for step in range(max_new_tokens):
                 noise = [uniform(seed, row, length + step) for row, length in enumerate(lengths)]
                 token, logprob = self._next(feed, cache, head, rows, last, sampling, noise)

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from lowbit.errors import DataError
+from lowbit.models.cost import HEAD_CHUNK_NUMBERS
 
 _CPU_CHUNK_NUMBERS = 1 << 22
 """Logits in a chunk on the CPU: 16 MiB, which a third-level cache keeps between passes."""
-_GPU_CHUNK_NUMBERS = 1 << 28
-"""On a GPU: 512 MiB in BF16; chunks large enough that adding up dW costs little."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def lm_head_logits(hidden: Tensor, weight: Tensor, *, vocab_size: int, softcap: 
 
 def default_chunk(device_type: str, vocab_size: int) -> int:
     """Tokens whose logits exist at once: a multiple of 64, at least 64."""
-    numbers = _CPU_CHUNK_NUMBERS if device_type == "cpu" else _GPU_CHUNK_NUMBERS
+    numbers = _CPU_CHUNK_NUMBERS if device_type == "cpu" else HEAD_CHUNK_NUMBERS
     return max(numbers // vocab_size // 64, 1) * 64
 
 
@@ -274,7 +273,8 @@ def _forward_part(device_type: str) -> Callable[[Tensor, Tensor, int, float | No
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    """Compiled for the chunk at hand; a second number of tokens makes one more kernel, which takes any number."""
+    return torch.compile(function, fullgraph=True)
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:

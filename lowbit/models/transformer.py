@@ -31,17 +31,13 @@ from torch.utils.checkpoint import (
 from lowbit.configs.schema import MlpKind, ModelConfig, Recompute
 from lowbit.errors import ConfigError, DataError
 from lowbit.models.attention import AttentionMask, attention, cached_mask, prepare_mask
+from lowbit.models.cost import head_dim_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm
 from lowbit.models.rope import apply_rope, check_rope, rope_frequencies, rope_tables
 from lowbit.models.visibility import Visibility
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin, FP32 [B or 1, T, 1, D/2]."""
-
-
-def head_dim_of(config: ModelConfig) -> int:
-    """Width of an attention head."""
-    return config.width // config.heads if config.head_dim is None else config.head_dim
 
 
 def check_model(config: ModelConfig, vocab_size: int) -> None:

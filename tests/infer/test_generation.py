@@ -190,5 +190,9 @@ def test_cache_limits() -> None:
     assert cache.extent(1) == 8
     with pytest.raises(ConfigError, match="7 are stored, 2 more"):
         cache.extent(2)
+    uneven = StaticKVCache(CONFIG, 2, 8, torch.float32, "cpu")
+    uneven.advance([3, 1])
+    uneven.advance([1, 4])
+    assert uneven.extent(3) == 8 and uneven.lengths.tolist() == [4, 5]
     with pytest.raises(ConfigError, match="1 counts for 2 rows"):
         cache.advance([1])

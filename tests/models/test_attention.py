@@ -32,6 +32,14 @@ def _some_rule(batch: int, length: int, kind: str) -> Visibility:
         rule = causal(batch, length)
         rule.start[:, : 2 * length // 5] = 0
         return rule
+    if kind == "bidirectional":
+        rule = causal(batch, length)
+        rule.start.zero_()
+        return rule
+    if kind == "edge":  # a span that the last query of one block shares with the keys of the next
+        rule = causal(batch, length)
+        rule.start[:, 127:200] = 127
+        return rule
     # Any intervals around each token: what trees make, and more.
     index = torch.arange(length, dtype=torch.int32).expand(batch, length)
     start = (torch.rand(batch, length) * (index + 1)).int()
@@ -75,7 +83,7 @@ def test_gradients_with_shared_heads_match_fp64() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 129, 384, 500])
-@pytest.mark.parametrize("kind", ["causal", "documents", "singles", "prefix", "intervals"])
+@pytest.mark.parametrize("kind", ["causal", "documents", "singles", "prefix", "bidirectional", "edge", "intervals"])
 def test_block_mask_covers_the_rule(length: int, kind: str) -> None:
     """A block not listed has no visible pair; one listed as full has no hidden pair."""
     rule = causal(2, length) if kind == "causal" else _some_rule(2, length, kind)
@@ -117,7 +125,7 @@ def test_block_mask_is_as_sparse_as_the_librarys() -> None:
 
 
 @pytest.mark.parametrize("length", [128, 200])
-@pytest.mark.parametrize("kind", ["documents", "prefix", "intervals"])
+@pytest.mark.parametrize("kind", ["documents", "prefix", "bidirectional", "edge", "intervals"])
 def test_flex_attention_forward_matches_fp64(length: int, kind: str) -> None:
     q, k, v = torch.randn(2, 4, length, 16), torch.randn(2, 2, length, 16), torch.randn(2, 2, length, 16)
     rule = _some_rule(2, length, kind)
