@@ -67,6 +67,8 @@ class Dataset:
                     f"data source {name!r} has {len(packed.train)} training tokens, and one sequence needs "
                     f"{self.sequence_length + 1}: add text or lower data.sequence_length"
                 )
+            if len(packed.val) < 2:
+                raise DataError(f"data source {name!r} has no held-out tokens: add documents or raise data.held_out")
             self.sources.append(MixedSource(name, share, packed, sequences))
         identity = [
             self.sequence_length,
@@ -219,6 +221,11 @@ def prepare_tokenizer(config: DataConfig, listings: list[Listing], report: Calla
             raise ConfigError("data.tokenizer.path is empty: set it to a tokenizer.json or a folder that holds one")
         return load_tokenizer(wanted.path, wanted.eot)
     folder = Path(wanted.path).expanduser() if wanted.path else _tokenizer_folder(config, listings)
+    if folder.is_file() or ((folder / "tokenizer.json").is_file() and not (folder / "lowbit.json").is_file()):
+        raise ConfigError(
+            f"data.tokenizer.path={wanted.path or folder} holds a tokenizer that was not trained here: use it with "
+            "data.tokenizer.kind=file, or train into another folder"
+        )
     if not (folder / "lowbit.json").is_file():
         with folder_lock(folder, report):
             if not (folder / "lowbit.json").is_file():

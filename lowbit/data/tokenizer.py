@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowbit.data.storage import atomic_write, nearest
+from lowbit.data.storage import atomic_write, nearest, write_error
 from lowbit.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -119,8 +120,29 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` (Hugging Face's format; none for bytes) and `lowbit.json` into a folder.
 
-        Each file appears whole, and `lowbit.json`, written last, holds the digest that `load_tokenizer` checks.
+        A new folder appears whole. In one that exists `lowbit.json`, which holds the digest that `load_tokenizer`
+        checks, is taken away first and written last; if it already holds this tokenizer it is left alone.
         """
+        if folder.is_dir():
+            if not self._is_in(folder):
+                (folder / "lowbit.json").unlink(missing_ok=True)
+                self._write(folder)
+            return
+        temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+        self._write(temporary)
+        try:
+            temporary.rename(folder)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not (folder.is_dir() and self._is_in(folder)):  # else another process was quicker, with the same one
+                raise write_error(folder, error) from error
+
+    def _is_in(self, folder: Path) -> bool:
+        note, file = folder / "lowbit.json", folder / "tokenizer.json"
+        same_note = note.is_file() and _read_json(note).get("digest") == self.digest
+        return same_note and (self.definition is None or (file.is_file() and file.read_bytes() == self.definition))
+
+    def _write(self, folder: Path) -> None:
         if self.definition is not None:
             atomic_write(folder / "tokenizer.json", [self.definition])
         note = {"kind": self.kind, "eot": self.eot, "vocab_size": self.vocab_size, "digest": self.digest}

@@ -69,9 +69,19 @@ def test_save_and_load(tmp_path: Path) -> None:
     loaded = load_tokenizer(tmp_path / "a")
     assert loaded.digest == BPE.digest and loaded.eot_id == BPE.eot_id
     assert loaded.encode(TEXTS[1]) == BPE.encode(TEXTS[1])
+    BPE.save(tmp_path / "a")
+    other = train_bpe(TEXTS, 270)
+    other.save(tmp_path / "a")
+    assert load_tokenizer(tmp_path / "a").digest == other.digest
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["lowbit.json", "tokenizer.json"]
     bytes_tokenizer().save(tmp_path / "b")
     assert load_tokenizer(tmp_path / "b").digest == bytes_tokenizer().digest
     assert bytes_tokenizer().digest != BPE.digest
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write"):
+        BPE.save(tmp_path / "file")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "file"]
 
 
 def test_transformers_reads_the_folder_alike(tmp_path: Path) -> None:
