@@ -9,7 +9,7 @@ then shows it, and leaves the cursor right after the `=`. The schema is read onl
 
 from collections.abc import Mapping
 
-COMMANDS = ("pretrain", "plan")
+COMMANDS = (("pretrain",), ("plan",), ("data", "pack"), ("tokenizer", "train"))
 """Commands whose arguments are overrides."""
 
 
@@ -31,12 +31,13 @@ def answer_bash(environment: Mapping[str, str]) -> bool:
     except ValueError:  # an open quote
         return False
     position = int(environment.get("COMP_CWORD", "0"))
-    if len(words) < 2 or words[1] not in COMMANDS or position < 2:
+    command = next((c for c in COMMANDS if tuple(words[1 : 1 + len(c)]) == c), None)
+    if command is None or position < 1 + len(command):
         return False
     current = words[position] if position < len(words) else ""
     if current.startswith("-"):
         return False
-    whole = _join(words[2:position], current)
+    whole = _join(words[1 + len(command) : position], current)
     tail = len(whole) - len(current.removeprefix("=") if current == "=" else current)
     print("\n".join(c[tail:] for c in candidates(whole)))
     return True

@@ -18,7 +18,7 @@ class Shown(StrEnum):
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         help="Settings, such as preset=gpu model=30m optim.lr=1e-3. Several values (optim.lr=1e-3,3e-4) need -m.",
         autocompletion=candidates,
         show_default=False,

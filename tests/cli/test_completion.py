@@ -34,6 +34,8 @@ def ask(words: str, capsys: pytest.CaptureFixture[str]) -> list[str] | None:
         ("lowbit pretrain optim.kind = a", ["adamw"]),
         ("lowbit pretrain seed = 3 model = 3", ["30m", "370m"]),
         ("lowbit pretrain model = tiny,3", ["tiny,30m", "tiny,370m"]),
+        ("lowbit data pack data = f", ["files"]),
+        ("lowbit data pa", None),
         ("lowbit plan optim.l", ["optim.lr=", "optim.lr=0.003"]),
         ("lowbit pretrain +optim.sc", ["+optim.schedule." + k for k in ("decay_fraction=", "decay_fraction=0.3")]),
         ("lowbit pretrain deter", ["deterministic=", "deterministic=false", "deterministic=true"]),
