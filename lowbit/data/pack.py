@@ -49,7 +49,8 @@ from lowbit.errors import ConfigError, DataError
 _PART_BYTES = 1 << 20
 _PARTS_A_SIZE = 16
 _PART_BYTES_MAX = 32 << 20
-_SMALL_BYTES = 3 << 20
+_WORKER_BYTES = 3 << 20
+"""Text that is worth the start of one more process."""
 _REPORT_SECONDS = 5.0
 
 
@@ -151,8 +152,10 @@ def _pack_parts(
     """Have every part tokenized; return their records in order."""
     workers = config.pack_workers or len(os.sched_getaffinity(0))
     total = listing.total_bytes
+    if total is not None:
+        workers = min(workers, 1 + total // _WORKER_BYTES)
     pool = None
-    if workers > 1 and (total is None or total > _SMALL_BYTES):
+    if workers > 1:
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads (torch) can deadlock
         pool = ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(tokenizer,))
     progress = _Progress(listing, settings, report)

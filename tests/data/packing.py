@@ -26,8 +26,8 @@ def write_corpus(folder: Path, documents: int = 600, seed: int = 0) -> None:
 
 
 def small_parts() -> None:
-    """Many small parts, and a pool of processes even for a small corpus."""
-    pack._PART_BYTES, pack._PARTS_A_SIZE, pack._SMALL_BYTES = 8_000, 10**9, 0
+    """Many small parts, and several processes even for a small corpus."""
+    pack._PART_BYTES, pack._PARTS_A_SIZE, pack._WORKER_BYTES = 8_000, 10**9, 10_000
 
 
 def config_for(corpus: Path, cache: Path, workers: int = 1, **settings: object) -> DataConfig:

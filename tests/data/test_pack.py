@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).with_name("packing.py")
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("_PART_BYTES", "_PARTS_A_SIZE", "_SMALL_BYTES"):
+    for name in ("_PART_BYTES", "_PARTS_A_SIZE", "_WORKER_BYTES"):
         monkeypatch.setattr(pack, name, getattr(pack, name))  # put back after the test
     small_parts()
     write_corpus(tmp_path / "corpus")
