@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
 
 from lowbit.configs.schema import MlpKind, ModelConfig, Recompute
 from lowbit.errors import ConfigError, DataError
+from lowbit.models import kernels
 from lowbit.models.attention import AttentionMask, attention, cached_mask, prepare_mask
 from lowbit.models.cost import head_dim_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm
@@ -37,7 +38,7 @@ from lowbit.models.rope import apply_rope, check_rope, rope_frequencies, rope_ta
 from lowbit.models.visibility import Visibility
 
 Rope = tuple[Tensor, Tensor]
-"""cos and sin, FP32 [B or 1, T, 1, D/2]."""
+"""cos and sin, FP32 [B or 1, T, 1, D]: see `rope_tables`."""
 
 
 def check_model(config: ModelConfig, vocab_size: int) -> None:
@@ -81,9 +82,7 @@ class Attention(nn.Module):
         q = self.q(x).unflatten(-1, (-1, self.head_dim))
         k = self.k(x).unflatten(-1, (-1, self.head_dim))
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k = _norm_and_turn(q, self.q_norm, rope), _norm_and_turn(k, self.k_norm, rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(
@@ -95,6 +94,16 @@ class Attention(nn.Module):
             k, v = cache.update(layer, k, v)
         y: Tensor = self.out(attention(q, k, v, mask).transpose(1, 2).flatten(2))
         return y
+
+
+def _norm_and_turn(x: Tensor, norm: RMSNorm | None, rope: Rope) -> Tensor:
+    """QK-norm, where there is one, and rotary embedding of x [B, T, H, D]; one kernel on a GPU."""
+    if norm is None:
+        return apply_rope(x, *rope)
+    if x.is_cuda and kernels.handles(x):
+        turned: Tensor = kernels.head_norm_rope(x, norm.weight, *rope, norm.eps)
+        return turned
+    return apply_rope(norm(x), *rope)
 
 
 class Mlp(nn.Module):
