@@ -9,6 +9,7 @@ run needs nothing but its position.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ class Hooks:
     evaluate: Callable[[bool], dict[str, float]]
     """Validation metrics; the argument says whether this is the last, longer one."""
     save: Callable[[Position], None]
-    """Write a checkpoint of the position just reached."""
+    """Write a checkpoint of the position just reached, perhaps in the background."""
+    flush: Callable[[], None]
+    """Wait until everything saved is on the disk."""
 
 
 class Trainer:
@@ -97,7 +100,9 @@ class Trainer:
                     with self.meter.part("checkpoint"):
                         self.hooks.save(self.position)
                 if stop:
+                    self.hooks.flush()
                     raise Interrupted(f"interrupted by {signals.requested}: saved at step {self.position.step}")
+            self.hooks.flush()
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step; returns its metrics."""
@@ -124,6 +129,7 @@ class Trainer:
         return {
             "step": position.step,
             "tokens": position.tokens,
+            "seconds": position.seconds,
             "loss": loss,
             "lr": scale * config.optim.lr,
             "grad_norm": grad_norm,
@@ -168,8 +174,8 @@ class Trainer:
         """The first layer with a non-finite output on these micro-batches, else the first such gradient."""
         model = self.engine.model
         for batch in batches:
-            moved = batch.to(self.engine.device)
-            if (name := first_bad(model, lambda b=moved: self.objective(model, b))) is not None:
+            forward = partial(self.objective, model, batch.to(self.engine.device))
+            if (name := first_bad(model, forward)) is not None:
                 return f"output of {name}"
         return f"gradient of {first_bad_gradient(model) or 'no single layer (the norm overflowed)'}"
 

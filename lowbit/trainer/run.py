@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import lowbit
-from lowbit.configs.compose import load_config, save_config
 from lowbit.configs.schema import ComputeDtype, PrecisionConfig, RunConfig
+from lowbit.configs.stored import load_config, save_config
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, Loader
 from lowbit.data.tokenizer import Tokenizer, load_tokenizer
@@ -84,7 +84,7 @@ class Pretraining:
         self.run_dir = run_dir
         self.device = pick_device(config.device)
         self.dtype = compute_dtype(config.precision, self.device)
-        self.console = Console()
+        self.console = Console(run_dir)
         self.loader: Loader | None = None
         self.log: MetricsLog | None = None
 
@@ -92,7 +92,6 @@ class Pretraining:
         """The whole run."""
         trainer = self.build()
         trainer.fit()
-        self.store.wait()
         return self._conclude(trainer.position)
 
     def build(self) -> Trainer:
@@ -110,14 +109,14 @@ class Pretraining:
         save_config(config, self.run_dir / "config.yaml")
         self.data.tokenizer.save(self.run_dir / "tokenizer")
         self.log = MetricsLog(self.run_dir, config.logging, asdict(config), after_step=position.step)
-        self._val_bpb = float("nan")
+        self._val_bpb: float | None = None
         self._introduce()
         return Trainer(
             config,
             self.engine,
             self.loader,
             NextToken(config.optim.z_loss),
-            Hooks(self._evaluate, self._save),
+            Hooks(self._evaluate, self._save, self.store.wait),
             self.log,
             self.console,
             StepMeter(self.device, self._flops_per_token(), peak_flops(self.device)),
@@ -334,9 +333,10 @@ def set_deterministic(wanted: bool) -> None:
 def _out_of_memory_advice(config: RunConfig, device: torch.device) -> str:
     micro_batch, recompute = config.batch.micro_batch, config.engine.recompute
     advice = [f"batch.micro_batch={micro_batch // 2}"] if micro_batch > 1 else ["data.sequence_length (shorter)"]
-    advice += {"none": ["engine.recompute=selective", "engine.recompute=full"], "selective": ["engine.recompute=full"]}.get(
-        recompute.value, []
-    )
+    advice += {
+        "none": ["engine.recompute=selective", "engine.recompute=full"],
+        "selective": ["engine.recompute=full"],
+    }.get(recompute.value, [])
     return (
         f"{device_name(device)} ran out of memory at batch.micro_batch={micro_batch}, "
         f"data.sequence_length={config.data.sequence_length}, engine.recompute={recompute.value}: "
