@@ -7,6 +7,7 @@ evaluation. Everything a run leaves is in its folder: config.yaml, metrics.jsonl
 import logging
 import os
 import platform
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lowbit.models.cost import flops_per_token
 from lowbit.models.probe import softmax_saturation
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot, check_same
-from lowbit.trainer.console import Console
+from lowbit.trainer.console import Console, duration
 from lowbit.trainer.ema import Ema
 from lowbit.trainer.engine import LocalEngine, load_tensors
 from lowbit.trainer.evaluate import evaluate
@@ -36,7 +37,7 @@ from lowbit.trainer.loop import Hooks, Position, Trainer
 from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog
 from lowbit.trainer.objective import NextToken
-from lowbit.trainer.schedule import sequences_at
+from lowbit.trainer.schedule import limits_reached, sequences_at
 
 logger = logging.getLogger("lowbit")
 
@@ -87,11 +88,16 @@ class Pretraining:
         self.console = Console(run_dir)
         self.loader: Loader | None = None
         self.log: MetricsLog | None = None
+        self._final_bpb: float | None = None  # what the last, longer evaluation measured
 
     def execute(self) -> RunResult:
-        """The whole run."""
+        """The whole run; of a finished one only what it reached."""
         trainer = self.build()
-        trainer.fit()
+        if trainer.done:
+            self._finished(trainer.position)
+        else:
+            self._final_bpb = None
+            trainer.fit()
         return self._conclude(trainer.position)
 
     def build(self) -> Trainer:
@@ -109,7 +115,6 @@ class Pretraining:
         save_config(config, self.run_dir / "config.yaml")
         self.data.tokenizer.save(self.run_dir / "tokenizer")
         self.log = MetricsLog(self.run_dir, config.logging, asdict(config), after_step=position.step)
-        self._val_bpb: float | None = None
         self._introduce()
         return Trainer(
             config,
@@ -182,7 +187,7 @@ class Pretraining:
                     "cursor": self.loader.cursor.as_dict(),
                     "identity": self._identity(),
                     "vocab_size": self.data.tokenizer.vocab_size,
-                    "val_bpb": self._val_bpb,
+                    "final_bpb": self._final_bpb,
                     "versions": {
                         "lowbit": lowbit.__version__,
                         "torch": torch.__version__,
@@ -202,6 +207,7 @@ class Pretraining:
         self.engine.load(snapshot.model, snapshot.optimizer)
         if self.ema is not None and snapshot.ema is not None:
             self.ema.load_state_tensors(snapshot.ema)
+        self._final_bpb = snapshot.meta.get("final_bpb")
         cursor = Cursor.from_dict(snapshot.meta["cursor"])
         self.loader.seek(Cursor(cursor.sample, self.config.seed, self.data.fingerprint))
         logger.info("resumed at step %d (%d tokens)", snapshot.step, snapshot.meta["tokens"])
@@ -220,7 +226,8 @@ class Pretraining:
         token_bytes = self.data.tokenizer.token_bytes()
         batches = self.data.validation_batches(self.config.batch.micro_batch, budget)
         result = evaluate(self.model, batches, token_bytes)
-        self._val_bpb = result.bpb
+        if last:
+            self._final_bpb = result.bpb
         row = {"val_bpb": result.bpb, "val_loss": result.loss}
         if self.dtype is torch.bfloat16:
             row["val_bpb_bf16"] = result.bpb
@@ -234,21 +241,44 @@ class Pretraining:
             row["softmax_saturation"] = sum(shares) / len(shares)
         return row
 
+    def _finished(self, position: Position) -> None:
+        """A run that had ended before: say so and what to raise; measure it if it ends now because of a lower limit."""
+        limits = limits_reached(self.config, position.step, position.tokens, position.seconds)
+        given = {key: getattr(self.config, key) for key in limits}
+        logger.info(
+            "this run is finished (%s) at step %d after %d tokens and %s: to go on, raise the limit, as in %s",
+            " ".join(f"{key}={value}" for key, value in given.items()),
+            position.step,
+            position.tokens,
+            duration(position.seconds),
+            " ".join(f"{key}={2 * value}" for key, value in given.items()),
+        )
+        measured, saved = self._final_bpb is not None, bool(self.store.list())
+        if not measured:
+            assert self.log is not None
+            self.log.log({"step": position.step, "tokens": position.tokens} | self._evaluate(last=True))
+        if not (measured and saved):
+            self._save(position)
+            self.store.wait()
+
     def _conclude(self, position: Position) -> RunResult:
         """Print what was reached and what to do next."""
+        assert self._final_bpb is not None
         trigram = self.data.trigram_bpb()
         sample = self._sample()
-        verdict = "below" if self._val_bpb < trigram else "NOT below"
+        verdict = "below" if self._final_bpb < trigram else "NOT below"
         logger.info(
-            "validation %.4f bits per byte, %s the byte-trigram baseline's %.4f", self._val_bpb, verdict, trigram
+            "validation %.4f bits per byte, %s the byte-trigram baseline's %.4f", self._final_bpb, verdict, trigram
         )
         if sample:
             logger.info("sample:\n%s", sample)
-        logger.info("run folder: %s", self.run_dir)
-        logger.info(
-            "next: lowbit generate %s --prompt 'import '  |  lowbit report %s  |  lowbit eval %s", *[self.run_dir] * 3
-        )
-        return RunResult(self.run_dir, position.step, position.tokens, self._val_bpb, trigram, sample)
+        folder = shown_path(self.run_dir)
+        logger.info("run folder: %s", folder)
+        run = shlex.quote(folder)
+        logger.info("next: lowbit generate %s --prompt 'import '", run)
+        logger.info("      lowbit report %s", run)
+        logger.info("      lowbit eval %s", run)
+        return RunResult(self.run_dir, position.step, position.tokens, self._final_bpb, trigram, sample)
 
     def _sample(self) -> str:
         settings, tokenizer = self.config.evaluation, self.data.tokenizer
@@ -294,6 +324,12 @@ def open_snapshot(resume: str, store: CheckpointStore) -> Snapshot | None:
     if resume == "auto":
         return store.load("latest") if store.list() else None
     return store.load(resume)
+
+
+def shown_path(path: Path) -> str:
+    """A path as people want to type it: relative to the working directory when it lies inside."""
+    resolved, here = path.resolve(), Path.cwd()
+    return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
 
 
 def build_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Transformer:

@@ -36,16 +36,25 @@ def progress(config: RunConfig, step: int, tokens: int, seconds: float) -> float
 
     Raises ConfigError when no limit is set, since the run would never end.
     """
-    shares: list[float] = []
-    if config.max_steps is not None:
-        shares.append(step / config.max_steps if config.max_steps > 0 else 1.0)
-    if config.max_tokens is not None:
-        shares.append(tokens / config.max_tokens if config.max_tokens > 0 else 1.0)
-    if config.max_minutes is not None:
-        shares.append(seconds / (60 * config.max_minutes) if config.max_minutes > 0 else 1.0)
+    shares = _shares(config, step, tokens, seconds)
     if not shares:
         raise ConfigError("no end of the run is set: give max_steps, max_tokens or max_minutes")
-    return min(1.0, max(shares))
+    return min(1.0, max(shares.values()))
+
+
+def limits_reached(config: RunConfig, step: int, tokens: int, seconds: float) -> list[str]:
+    """The keys of the limits that end the run at this position; empty while it goes on."""
+    return [key for key, share in _shares(config, step, tokens, seconds).items() if share >= 1.0]
+
+
+def _shares(config: RunConfig, step: int, tokens: int, seconds: float) -> dict[str, float]:
+    """How much of each limit that is set is used up."""
+    used: dict[str, tuple[float, float | None]] = {
+        "max_steps": (step, config.max_steps),
+        "max_tokens": (tokens, config.max_tokens),
+        "max_minutes": (seconds / 60, config.max_minutes),
+    }
+    return {key: amount / limit if limit > 0 else 1.0 for key, (amount, limit) in used.items() if limit is not None}
 
 
 def lr_scale(config: ScheduleConfig, step: int, progress: float) -> float:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -17,9 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from lowbit.configs.schema import BatchWarmupConfig, OptimizerKind, RunConfig
+from lowbit.configs.stored import save_config
 from lowbit.errors import CheckpointError, ConfigError, LowbitError, NonFiniteError
 from lowbit.models.transformer import Transformer
-from lowbit.trainer.run import load_run, pretrain
+from lowbit.trainer.evaluate import evaluate
+from lowbit.trainer.run import Pretraining, dataset_of, load_run, pretrain
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -46,11 +47,12 @@ def assert_same_end(a: Path, b: Path) -> None:
 def in_process(config: RunConfig, run_dir: Path, body: str) -> subprocess.Popen[bytes]:
     """A real second process that runs `body` with `config` and `run_dir` in scope."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    pickled = run_dir.parent / f"{run_dir.name}.pickle"
-    pickled.write_bytes(pickle.dumps((config, run_dir)))
+    stored = run_dir.parent / f"{run_dir.name}.yaml"
+    save_config(config, stored)
     code = (
-        "import pickle, pathlib, torch; torch.set_num_threads(1)\n"
-        f"config, run_dir = pickle.loads(pathlib.Path({str(pickled)!r}).read_bytes())\n{body}"
+        "import pathlib, torch; torch.set_num_threads(1)\n"
+        "from lowbit.configs.stored import load_config\n"
+        f"config, run_dir = load_config(pathlib.Path({str(stored)!r})), pathlib.Path({str(run_dir)!r})\n{body}"
     )
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
 
@@ -216,6 +218,54 @@ def test_damaged_checkpoint_falls_back_to_the_last_good_one(
         pretrain(tiny_run, tmp_path / "run")
     assert "step_00000006" in caplog.text
     assert_same_end(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(
+    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_run = replace(tiny_run, evaluation=replace(tiny_run.evaluation, max_tokens=64))
+    first = pretrain(tiny_run, tmp_path / "run")
+    left = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "run.log"}
+    monkeypatch.setattr(Pretraining, "_evaluate", None)  # the checkpoint remembers what the last evaluation measured
+    monkeypatch.chdir(tmp_path)
+    caplog.clear()
+    with caplog.at_level("INFO", "lowbit"):
+        assert pretrain(tiny_run, tmp_path / "run") == first
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "run.log"} == left
+    assert "finished (max_steps=6) at step 6" in caplog.text and "as in max_steps=12" in caplog.text
+    assert "lowbit eval run\n" in caplog.text, "the folder is printed as one would type it here"
+    assert str(tmp_path) not in caplog.text.partition("run folder")[2]
+
+
+def test_a_run_that_ends_by_a_lowered_limit_is_measured(tiny_run: RunConfig, tmp_path: Path) -> None:
+    """An earlier evaluation, of other weights or of fewer tokens, does not stand for the last one."""
+    evaluation = replace(tiny_run.evaluation, max_tokens=64)
+    tiny_run = replace(
+        tiny_run, evaluation=evaluation, max_steps=60, checkpoint=replace(tiny_run.checkpoint, every_steps=0)
+    )
+    process = in_process(tiny_run, tmp_path / "run", SLOW_STEPS + RUN)
+    wait_for_step(tmp_path / "run", 4, process)
+    process.terminate()
+    assert process.wait() == 130
+    lower = replace(tiny_run, max_steps=3)
+    result = pretrain(lower, tmp_path / "run")
+    assert 3 < result.step < 60
+    last = rows(tmp_path / "run")[-1]
+    assert (last["step"], last["val_bpb"]) == (result.step, result.val_bpb)
+    run = load_run(tmp_path / "run", device="cpu")
+    data = dataset_of(run)
+    measured = evaluate(run.model, data.validation_batches(4, 512), data.tokenizer.token_bytes())
+    assert result.val_bpb == pytest.approx(measured.bpb, rel=1e-6) and measured.tokens > 64
+    before = len(rows(tmp_path / "run"))
+    assert pretrain(lower, tmp_path / "run") == result
+    assert rows(tmp_path / "run")[-1] == last and len(rows(tmp_path / "run")) == before
+
+
+def test_another_run_from_a_finished_one_can_be_used(tiny_run: RunConfig, tmp_path: Path) -> None:
+    first = pretrain(tiny_run, tmp_path / "run")
+    result = pretrain(replace(tiny_run, resume=str(first.run_dir)), tmp_path / "copy")
+    assert result == replace(first, run_dir=tmp_path / "copy")
+    assert load_run(tmp_path / "copy", device="cpu").step == 6
 
 
 def test_no_cuda(tiny_run: RunConfig, tmp_path: Path) -> None:
