@@ -12,7 +12,7 @@ app = typer.Typer(name="data", help="Pack documents into shards, and inspect pac
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         help="Settings as for `lowbit pretrain`, such as data=files data.sources.files.path=corpus/.",
         autocompletion=candidates,
         show_default=False,
@@ -24,9 +24,12 @@ Overrides = Annotated[
 def pack(overrides: Overrides = None) -> None:
     """Tokenize and pack the data of a run now; `lowbit pretrain` with the same settings then starts at once."""
     from lowbit.configs.compose import compose
+    from lowbit.configs.validate import validate
     from lowbit.data.dataset import prepare_data
 
-    dataset = prepare_data(compose(overrides or []).data, print)
+    config = compose(overrides or [])
+    validate(config)
+    dataset = prepare_data(config.data, print)
     print(f"ready: {dataset.train_tokens:,} training and {dataset.val_tokens:,} held-out tokens")
     for source in dataset.sources:
         print(f"  {source.name}: {source.share:.1%} of samples, {source.sequences:,} sequences an epoch")

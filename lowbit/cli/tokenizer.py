@@ -12,7 +12,7 @@ app = typer.Typer(name="tokenizer", help="Train a tokenizer, and look at one.", 
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         help="Settings as for `lowbit pretrain`, such as data.tokenizer.vocab_size=16384 data.tokenizer.path=my-bpe.",
         autocompletion=candidates,
         show_default=False,
@@ -25,11 +25,14 @@ def train(overrides: Overrides = None) -> None:
     """Train a byte-level BPE on the training documents; an existing one is kept."""
     from lowbit.configs.compose import compose
     from lowbit.configs.schema import TokenizerKind
+    from lowbit.configs.validate import validate
     from lowbit.data.dataset import prepare_tokenizer
     from lowbit.data.sources import list_source
     from lowbit.errors import ConfigError
 
-    config = compose(overrides or []).data
+    run = compose(overrides or [])
+    validate(run)
+    config = run.data
     if config.tokenizer.kind is not TokenizerKind.bpe:
         raise ConfigError(f"data.tokenizer.kind={config.tokenizer.kind} is not trained; set it to bpe")
     listings = [list_source(name, source) for name, source in config.sources.items()]
