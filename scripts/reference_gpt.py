@@ -65,7 +65,7 @@ class ReferenceGPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def logits(self, tokens: Tensor, start: Tensor, limit: Tensor, position: Tensor) -> Tensor:
-        """tokens, start, limit, position [B, T] -> [B, T, vocab]; key j is visible to i when start[j] <= i < limit[j]."""
+        """All [B, T] -> [B, T, vocab]; key j is visible to query i when start[j] <= i < limit[j]."""
         c = self.config
         i = torch.arange(tokens.shape[1], device=tokens.device)[None, :, None]  # queries
         mask = ((start[:, None, :] <= i) & (i < limit[:, None, :]))[:, None]  # [B, 1, T, T]
