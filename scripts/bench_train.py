@@ -48,11 +48,11 @@ SHAPE = [
 def write_documents(folder: Path, characters: int) -> Path:
     """The standard library's text cut into documents of `characters` on average, as .jsonl."""
     from lowbit.configs.schema import SourceConfig
-    from lowbit.data.sources import read_documents
+    from lowbit.data.sources import list_source, read_documents
 
     path = folder / "documents.jsonl"
     with path.open("w") as out:
-        for text in read_documents(SourceConfig()):
+        for text in read_documents(list_source("python_docs", SourceConfig())):
             at = 0
             while at < len(text):
                 size = characters // 2 + (at * 2654435761 + len(text)) % characters
@@ -106,7 +106,9 @@ def bench_cpu(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
     from lowbit.configs.compose import compose
     from lowbit.trainer.run import Pretraining
 
-    config = compose(["preset=cpu", "max_steps=100000", f"data.cache_dir={out / 'data'}", *args.overrides])
+    config = compose(
+        ["preset=cpu", "device=cpu", "max_steps=100000", f"data.cache_dir={out / 'data'}", *args.overrides]
+    )
     run = Pretraining(config, out / "cpu")
     trainer = run.build()
     plain = ReferenceGPT(config.model, run.model.padded_vocab)
@@ -145,7 +147,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("runs/bench_train"))
     parser.add_argument("overrides", nargs="*", help="more configuration overrides")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rows = BENCHES[args.bench](args, args.out)
     for row in rows:

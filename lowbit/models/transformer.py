@@ -160,9 +160,18 @@ class Block(nn.Module):
     def _forward(
         self, x: Tensor, mask: AttentionMask, rope: Rope, cache: KVCache | None = None, layer: int = 0
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), mask, rope, cache, layer)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        x, h = _add_and_norm(x, self.attention(self.attention_norm(x), mask, rope, cache, layer), self.mlp_norm)
+        y: Tensor = x + self.mlp(h)
         return y
+
+
+def _add_and_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """x + delta, and that normalised; one kernel on a GPU."""
+    if x.is_cuda:
+        total, normed = kernels.add_norm(x, delta, norm.weight, norm.eps)
+        return total, normed
+    x = x + delta
+    return x, norm(x)
 
 
 _aten = torch.ops.aten

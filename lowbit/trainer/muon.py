@@ -45,10 +45,11 @@ class Muon(torch.optim.Muon):
         momenta = [self._momentum(p) for p in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])  # type: ignore[arg-type]
         updates = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta  # type: ignore[arg-type]
-        dtype = torch.bfloat16 if fast_bf16(matrices[0].device) else torch.float32
-        stack = torch.stack(list(updates)).to(dtype)  # [n, rows, columns]
-        directions = orthogonalise(stack, group["ns_steps"], group["ns_coefficients"], group["eps"]).float().unbind()
         rows, columns = matrices[0].shape
+        dtype = torch.bfloat16 if fast_bf16(matrices[0].device) else torch.float32
+        stack = torch.empty((len(matrices), rows, columns), dtype=dtype, device=matrices[0].device)
+        torch._foreach_copy_(stack.unbind(), updates)
+        directions = orthogonalise(stack, group["ns_steps"], group["ns_coefficients"], group["eps"]).unbind()
         if group["adjust_lr_fn"] == "match_rms_adamw":
             scale = 0.2 * math.sqrt(max(rows, columns))
         else:

@@ -74,3 +74,30 @@ def test_head_norm_rope_is_one_graph_under_the_compiler() -> None:
 
     for eager, compiled in zip(both(function), both(torch.compile(function, fullgraph=True)), strict=True):
         torch.testing.assert_close(eager, compiled, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 1280), (2500, 257), (70, 4096)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_norm(rows: int, width: int, dtype: torch.dtype) -> None:
+    from lowbit.models.kernels import add_norm
+
+    generator = torch.Generator().manual_seed(2)
+    x, delta, ds, dy = (torch.randn(rows, width, generator=generator).to("cuda", dtype) for _ in range(4))
+    norm = RMSNorm(width, EPS).cuda()
+    norm.weight.data = torch.rand(width, generator=generator).cuda() + 0.5
+    leaves = [t.clone().requires_grad_() for t in (x, delta)]
+    s, y = add_norm(*leaves, norm.weight, EPS)
+    torch.autograd.backward([s, y], [ds, dy])
+
+    assert torch.equal(s, x + delta)
+    exact_s = s.detach().double().requires_grad_()
+    exact_w = norm.weight.double().detach().requires_grad_()
+    exact_y = exact_s / (exact_s.square().mean(-1, keepdim=True) + EPS).sqrt() * exact_w
+    torch.autograd.backward([exact_s * 1, exact_y], [ds.double(), dy.double()])
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 2e-2}
+    torch.testing.assert_close(y.double(), exact_y, **tolerance)
+    assert exact_s.grad is not None and norm.weight.grad is not None
+    for leaf in leaves:
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), exact_s.grad, **tolerance)
+    torch.testing.assert_close(norm.weight.grad.double(), exact_w.grad, rtol=1e-3, atol=1e-3 * rows**0.5)

@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 if torch.version.cuda is not None:
+    from lowbit.models.kernels.add_norm import add_norm
     from lowbit.models.kernels.head_norm_rope import head_norm_rope
 else:
 
+    def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Never reached: used for CUDA tensors only."""
+        raise RuntimeError("this PyTorch has no CUDA")
+
     def head_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-        """Never reached: `handles` is asked for CUDA tensors only."""
+        """Never reached: used for CUDA tensors only."""
         raise RuntimeError("this PyTorch has no CUDA")
 
 
@@ -21,4 +26,4 @@ def handles(x: Tensor) -> bool:
     return 16 <= dim <= 512 and dim & (dim - 1) == 0 and x.stride(-1) == 1
 
 
-__all__ = ["handles", "head_norm_rope"]
+__all__ = ["add_norm", "handles", "head_norm_rope"]
