@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 
 run: setup
 	$(BIN)/lowbit pretrain preset=$$($(BIN)/lowbit doctor --preset) $(ARGS)
+	@echo "(source $(BIN)/activate puts lowbit on your path)"
 
 test: setup-dev lint types unit
 

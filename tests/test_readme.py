@@ -1,0 +1,110 @@
+"""What the documentation tells a reader to type works, and what it links to is there.
+
+The README marks one block: its commands run here as they stand, in order, as real processes without a shell, in an
+empty folder. Every other `lowbit ...` in the documentation must at least be accepted: its options by the command line's
+own parser, its settings by composition and validation.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from lowbit.cli.main import build_app
+from lowbit.configs.compose import compose
+from lowbit.configs.overrides import expand_sweep
+from lowbit.configs.validate import validate
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MARKER = "<!-- A test runs every command of this block"
+OVERRIDES = ("pretrain", "plan", "pack", "train")
+"""Commands whose arguments are settings."""
+
+
+def marked_block() -> list[list[str]]:
+    """The words of each command in the README's marked block."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(re.escape(MARKER) + r".*?```sh\n(.*?)```", text, re.DOTALL)
+    assert block, "the README's block of commands and its marker are there"
+    return [shlex.split(line, comments=True) for line in block[1].splitlines() if line.strip()]
+
+
+def mentioned(text: str) -> list[str]:
+    """Every `lowbit ...` in a page: lines of code blocks, and code within sentences."""
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    inline = re.findall(r"`([^`]+)`", prose)
+    tables = re.findall(r": (lowbit [^|`\n]+=[^|`\n]+) \|", prose)  # the presets' comments
+    return [line for line in [*lines, *inline, *tables] if re.match(r"lowbit [a-z]", line)]
+
+
+COMMANDS = sorted({command for page in PAGES for command in mentioned(page.read_text(encoding="utf-8"))})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_readmes_commands(tmp_path: Path) -> None:
+    commands = marked_block()
+    assert len(commands) >= 8 and all(command[0] == "lowbit" for command in commands)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    printed: dict[str, str] = {}
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+        printed[shlex.join(command[1:])] = done.stdout
+
+    def output(start: str, which: int = 0) -> str:
+        return [text for command, text in printed.items() if command.startswith(start)][which]
+
+    assert "byte-trigram" in output("pretrain") and "next: lowbit generate runs/first" in output("pretrain")
+    assert output("generate").startswith("import ") and len(output("generate")) > 20
+    assert "bits per byte" in output("eval")
+    assert "resumed at step" in output("pretrain run_name=first", 1)
+    assert (tmp_path / "first.png").read_bytes().startswith(b"\x89PNG")
+    table = output("pretrain run_name=sweep").splitlines()
+    assert table[-3].split()[-1] == "optim.lr" and [row.split()[0] for row in table[-2:]] == ["0", "1"]
+    assert "parameters" in output("plan") and "torch" in output("doctor")
+
+
+def test_the_documentation_mentions_commands() -> None:
+    """So that a change of its style does not leave the next test without work."""
+    assert len(COMMANDS) > 15
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mentioned_command_is_accepted(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.md").write_text("text")
+    words = shlex.split(command)[1:]
+    found: Any = typer.main.get_command(build_app())
+    name = "lowbit"
+    while words and hasattr(found, "commands"):
+        name = words.pop(0)
+        assert name in found.commands, f"there is no command {name}"
+        found = found.commands[name]
+    if not words:
+        return  # a command's name alone
+    parsed = found.make_context(name, words)
+    if name in OVERRIDES:
+        settings = parsed.params["overrides"] or []
+        for job in expand_sweep(settings) if parsed.params.get("multirun") else [settings]:
+            validate(compose(job))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = [t for t in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:|#", t)]
+    missing = [t for t in targets if not (page.parent / t.partition("#")[0]).exists()]
+    assert not missing, f"{page.name} links to {missing}"
