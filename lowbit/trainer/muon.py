@@ -85,6 +85,7 @@ def orthogonalise(stack: Tensor, steps: int, coefficients: tuple[float, float, f
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT  # [n, m, m], m the shorter side
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
+        step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        step.diagonal(dim1=1, dim2=2).add_(a)  # (a I + b A + c A^2) X: adding a X to the product would copy X first
+        x = step @ x
     return x.mT if tall else x
