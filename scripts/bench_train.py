@@ -2,7 +2,7 @@
 
     python scripts/bench_train.py gpu      # the 20 x 1280 shape, causal and document-masked attention, whole steps
     python scripts/bench_train.py cpu      # the CPU default against a straightforward FP32 eager loop, in one process
-    python scripts/bench_train.py startup  # process start to first step with 10^9 packed tokens, compilation off
+    python scripts/bench_train.py startup  # process start to first step with --tokens packed tokens, compilation off
 
 `gpu` runs `pretrain` itself and reads its metrics, so that nothing a user pays is left out: data, optimizer,
 clipping, logging. MFU counts 6 FLOPs a matrix parameter (head included) and the causal half of attention, over
@@ -137,7 +137,37 @@ def bench_cpu(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
     return [{"row": "cpu", "seconds_a_step": medians, "speed_over_plain": round(ratio, 3), "dtype": str(run.dtype)}]
 
 
-BENCHES = {"gpu": bench_gpu, "cpu": bench_cpu}
+def bench_startup(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
+    """Seconds from starting the command to the end of its first step, with the data packed before."""
+    text = out / f"text{args.tokens}.txt"
+    if not text.exists():
+        from lowbit.configs.schema import SourceConfig
+        from lowbit.data.sources import list_source, read_documents
+
+        library = "".join(read_documents(list_source("python_docs", SourceConfig())))
+        with text.open("w") as file:
+            for copy in range(-(-args.tokens // len(library.encode()))):
+                file.write(f"copy {copy}\n{library}")
+    data = ["data=files", f"data.sources.files.path={text}", f"data.cache_dir={out / 'data'}"]
+    data += ["data.tokenizer.kind=bytes", "data.held_out=0.001"]
+    subprocess.run([sys.executable, "-m", "lowbit", "data", "pack", *data], check=True)
+    seconds = []
+    for turn in range(3):
+        run_dir = out / f"startup{turn}-{time.time_ns()}"
+        overrides = [*args.overrides, *data, "engine.compile=off", "max_steps=2", "logging.every_steps=1"]
+        overrides += ["evaluation.final_tokens=1", "evaluation.sample_tokens=0", "checkpoint.every_steps=0"]
+        start = time.perf_counter()
+        process = subprocess.Popen([sys.executable, "-m", "lowbit", "pretrain", *overrides, f"hydra.run.dir={run_dir}"])
+        metrics = run_dir / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.01)
+        seconds.append(round(time.perf_counter() - start, 2))
+        if process.wait() != 0:
+            raise SystemExit("lowbit pretrain failed: see above")
+    return [{"row": "startup", "tokens": args.tokens, "seconds": seconds, "median": statistics.median(seconds)}]
+
+
+BENCHES = {"gpu": bench_gpu, "cpu": bench_cpu, "startup": bench_startup}
 
 
 def main() -> None:
@@ -145,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bench", choices=BENCHES)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=1_000_000_000, help="startup: size of the packed data")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_train"))
     parser.add_argument("overrides", nargs="*", help="more configuration overrides")
     args = parser.parse_intermixed_args()
