@@ -42,8 +42,8 @@ class Engine(Protocol):
         """Master weights by fully qualified name, a tied one once."""
         ...
 
-    def load(self, model: dict[str, Tensor], optimizer: dict[str, Tensor] | None) -> None:
-        """Copy a checkpoint's tensors in, by name; optimizer None leaves a fresh one."""
+    def load(self, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+        """Copy a checkpoint's tensors in, by name."""
         ...
 
     def sum_over_ranks(self, value: float) -> float:
@@ -87,11 +87,10 @@ class LocalEngine:
         """See `Engine.model_tensors`."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
-    def load(self, model: dict[str, Tensor], optimizer: dict[str, Tensor] | None) -> None:
+    def load(self, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
         """See `Engine.load`."""
         load_tensors(self.model_tensors(), model)
-        if optimizer is not None:
-            self.optimizer.load_state_tensors(optimizer)
+        self.optimizer.load_state_tensors(optimizer)
 
     def sum_over_ranks(self, value: float) -> float:
         """See `Engine.sum_over_ranks`."""

@@ -16,7 +16,7 @@ from lowbit.trainer.hardware import memory_gib, mfu
 class StepMeter:
     """Adds up times and tokens between two readings."""
 
-    def __init__(self, device: torch.device, flops_per_token: float, peak_flops: float | None, world: int = 1) -> None:
+    def __init__(self, device: torch.device, flops_per_token: float, peak_flops: float | None, world: int) -> None:
         self._device = device
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops

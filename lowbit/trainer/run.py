@@ -31,7 +31,7 @@ from lowbit.trainer.ema import Ema
 from lowbit.trainer.engine import LocalEngine, load_tensors
 from lowbit.trainer.evaluate import evaluate
 from lowbit.trainer.guard import SpikeScore
-from lowbit.trainer.hardware import device_name, fast_bf16, peak_flops
+from lowbit.trainer.hardware import MFU_FORMULA, device_name, fast_bf16, peak_flops
 from lowbit.trainer.lock import RunLock
 from lowbit.trainer.loop import Hooks, Position, Trainer
 from lowbit.trainer.meters import StepMeter
@@ -86,6 +86,7 @@ class Pretraining:
         self.device = pick_device(config.device)
         self.dtype = compute_dtype(config.precision, self.device)
         self.console = Console(run_dir)
+        self.ema: Ema | None = None
         self.loader: Loader | None = None
         self.log: MetricsLog | None = None
         self._final_bpb: float | None = None  # what the last, longer evaluation measured
@@ -105,17 +106,17 @@ class Pretraining:
         config = self.config
         set_deterministic(config.deterministic)
         self.data = prepare_data(config.data, logger.info)
+        self.token_bytes = self.data.tokenizer.token_bytes()
         self.model = build_model(config, self.data.tokenizer.vocab_size, self.dtype, self.device)
-        self.model.init_weights(config.seed)
         self.engine = LocalEngine(self.model, config.optim, config.engine)
-        self.ema = Ema(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.store = CheckpointStore(self.run_dir / "checkpoints", config.checkpoint, logger.warning)
         self.loader = self._make_loader()
         position = self._resume()
         save_config(config, self.run_dir / "config.yaml")
         self.data.tokenizer.save(self.run_dir / "tokenizer")
         self.log = MetricsLog(self.run_dir, config.logging, asdict(config), after_step=position.step)
-        self._introduce()
+        peak = peak_flops(self.device)
+        self._introduce(peak)
         return Trainer(
             config,
             self.engine,
@@ -124,7 +125,7 @@ class Pretraining:
             Hooks(self._evaluate, self._save, self.store.wait),
             self.log,
             self.console,
-            StepMeter(self.device, self._flops_per_token(), peak_flops(self.device)),
+            StepMeter(self.device, self._flops_per_token(), peak, self.engine.world),
             self.ema,
             position,
         )
@@ -154,13 +155,21 @@ class Pretraining:
     def _flops_per_token(self) -> float:
         return flops_per_token(self.config.model, self.data.tokenizer.vocab_size, self.config.data.sequence_length)
 
-    def _introduce(self) -> None:
+    def _introduce(self, peak: float | None) -> None:
         """Say what will run, before it does."""
         parameters = sum(p.numel() for p in self.model.parameters())
         logger.info("model %s: %.1f million parameters", self.config.model.name, parameters / 1e6)
         for row in self.engine.optimizer.groups():
             logger.info("  %s", row)
-        logger.info("device %s, compute %s (native)", device_name(self.device), str(self.dtype).removeprefix("torch."))
+        native = self.dtype is torch.float32 or fast_bf16(self.device)
+        logger.info(
+            "device %s, precision %s: compute %s (%s)",
+            device_name(self.device),
+            self.config.precision.name,
+            str(self.dtype).removeprefix("torch."),
+            "native" if native else "emulated",
+        )
+        logger.info("%s", "MFU n/a: the peak of this device is not known" if peak is None else MFU_FORMULA)
 
     # Checkpoints ----------------------------------------------------------------------------------------------
 
@@ -198,13 +207,18 @@ class Pretraining:
         )
 
     def _resume(self) -> Position:
-        """Load what `resume` names and return where it was; a new position when there is nothing to resume."""
+        """Set all weights, from what `resume` names or anew, and return the position they belong to."""
         assert self.loader is not None
         snapshot = open_snapshot(self.config.resume, self.store)
         if snapshot is None:
+            self.model.init_weights(self.config.seed)
+        else:
+            check_same(snapshot.meta["identity"], self._identity(), self.config.resume_allow)
+            self.engine.load(snapshot.model, snapshot.optimizer)
+        if self.config.optim.ema_decay:  # built here: an average without a past starts at the weights as they are now
+            self.ema = Ema(self.model, self.config.optim.ema_decay)
+        if snapshot is None:
             return Position()
-        check_same(snapshot.meta["identity"], self._identity(), self.config.resume_allow)
-        self.engine.load(snapshot.model, snapshot.optimizer)
         if self.ema is not None and snapshot.ema is not None:
             self.ema.load_state_tensors(snapshot.ema)
         self._final_bpb = snapshot.meta.get("final_bpb")
@@ -223,9 +237,8 @@ class Pretraining:
     def _evaluate(self, last: bool) -> dict[str, float]:
         settings = self.config.evaluation
         budget = settings.final_tokens if last else settings.max_tokens
-        token_bytes = self.data.tokenizer.token_bytes()
         batches = self.data.validation_batches(self.config.batch.micro_batch, budget)
-        result = evaluate(self.model, batches, token_bytes)
+        result = evaluate(self.model, batches, self.token_bytes)
         if last:
             self._final_bpb = result.bpb
         row = {"val_bpb": result.bpb, "val_loss": result.loss}
@@ -234,7 +247,7 @@ class Pretraining:
         if self.ema is not None:
             with self.ema.swapped():
                 batches = self.data.validation_batches(self.config.batch.micro_batch, budget)
-                row["val_bpb_ema"] = evaluate(self.model, batches, token_bytes).bpb
+                row["val_bpb_ema"] = evaluate(self.model, batches, self.token_bytes).bpb
         if self.config.logging.softmax_saturation:
             batch = next(iter(self.data.validation_batches(1, self.config.data.sequence_length))).to(self.device)
             shares = softmax_saturation(self.model, batch.tokens, batch.visibility)

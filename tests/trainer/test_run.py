@@ -261,6 +261,20 @@ def test_a_run_that_ends_by_a_lowered_limit_is_measured(tiny_run: RunConfig, tmp
     assert rows(tmp_path / "run")[-1] == last and len(rows(tmp_path / "run")) == before
 
 
+def test_an_average_that_begins_with_a_resume_starts_at_the_trained_weights(
+    tiny_run: RunConfig, tmp_path: Path
+) -> None:
+    pretrain(tiny_run, tmp_path / "run")
+    trained = final_tensors(tmp_path / "run")
+    optim = replace(tiny_run.optim, ema_decay=0.999)
+    pretrain(replace(tiny_run, max_steps=7, optim=optim), tmp_path / "run")
+    for name, tensor in final_tensors(tmp_path / "run").items():
+        if name.startswith("ema/"):
+            now = final_tensors(tmp_path / "run")[name.replace("ema/", "model/")]
+            expected = 0.999 * trained[name.replace("ema/", "model/")] + 0.001 * now
+            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_another_run_from_a_finished_one_can_be_used(tiny_run: RunConfig, tmp_path: Path) -> None:
     first = pretrain(tiny_run, tmp_path / "run")
     result = pretrain(replace(tiny_run, resume=str(first.run_dir)), tmp_path / "copy")
