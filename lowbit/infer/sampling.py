@@ -54,11 +54,18 @@ def sampling_logprobs(logits: Tensor, config: SamplingConfig) -> Tensor:
         ordered[..., config.top_k :] = float("-inf")
     if config.top_p < 1:
         probability = ordered.double().softmax(-1)
-        before = probability.cumsum(-1) - probability
+        before = _cumulative(probability) - probability
         beyond = before >= config.top_p
         beyond[..., 0] = False
         ordered = ordered.masked_fill(beyond, float("-inf"))
     return torch.empty_like(logits).scatter_(-1, index, ordered.log_softmax(-1))
+
+
+def _cumulative(probability: Tensor) -> Tensor:
+    """Running sum of each row. CUDA's is not bitwise reproducible, and PyTorch refuses it where that was asked for."""
+    if probability.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return probability.cpu().cumsum(-1).to(probability.device)
+    return probability.cumsum(-1)
 
 
 def uniform(seed: int, prompt: int, position: int) -> float:
@@ -69,7 +76,7 @@ def uniform(seed: int, prompt: int, position: int) -> float:
 
 def draw(logprobs: Tensor, noise: Sequence[float]) -> Tensor:
     """Invert the cumulative distribution: logprobs [B, V], one uniform number a row -> token ids int64 [B]."""
-    cumulative = logprobs.double().exp().cumsum(-1)
+    cumulative = _cumulative(logprobs.double().exp())
     # Scaled by the last entry, rounding cannot push the threshold beyond it; the first entry strictly above the
     # threshold has positive probability.
     threshold = torch.tensor(noise, dtype=torch.float64)[:, None].to(logprobs.device) * cumulative[:, -1:]

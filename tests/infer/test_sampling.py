@@ -77,6 +77,20 @@ def test_greedy_takes_the_likeliest_and_reports_the_models_own_logprob() -> None
     torch.testing.assert_close(logprob, logits.log_softmax(-1).amax(-1))
 
 
+@pytest.mark.gpu
+def test_a_deterministic_run_can_sample_on_a_gpu() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits, noise = torch.randn(8, 1000, generator=generator), [i / 8 for i in range(8)]
+    settings = SamplingConfig(0.8, top_p=0.9)
+    expected, _ = choose(logits, settings, noise)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found, _ = choose(logits.cuda(), settings, noise)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found.cpu(), expected)
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
