@@ -57,17 +57,17 @@ def pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterato
     """The text of a token stream, piece by piece, whole characters only.
 
     A token may end in the middle of a character, which decodes to U+FFFD until the rest has come; such an end is held
-    back. What is still open when the stream ends is given as it is.
+    back. What is still open when the stream ends is given as it is. Decoded is never the whole text, only what is open
+    behind the last piece given, together with that piece, because decoders may look at a token's neighbour (a leading
+    space is dropped where nothing stands before it).
     """
-    ids: list[int] = []
-    shown = 0
-    text = ""
+    given: list[int] = []  # tokens of the last piece
+    held: list[int] = []  # tokens after it
     for token in tokens:
-        ids.append(token)
-        text = decode(ids)
-        whole = len(text.rstrip(REPLACEMENT))
-        if whole > shown:
-            yield text[shown:whole]
-            shown = whole
-    if len(text) > shown:
-        yield text[shown:]
+        held.append(token)
+        before, text = decode(given), decode(given + held)
+        if len(text) > len(before) and not text.endswith(REPLACEMENT):
+            yield text[len(before) :]
+            given, held = held, []
+    if rest := decode(given + held)[len(decode(given)) :]:
+        yield rest

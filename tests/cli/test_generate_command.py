@@ -35,3 +35,16 @@ def test_a_decoder_that_looks_at_neighbours() -> None:
     words = ["▁the", "▁cat", "s"]
     found = list(pieces([0, 1, 2], lambda ids: "".join(words[i] for i in ids).replace("▁", " ").lstrip()))
     assert found == ["the", " cat", "s"]
+
+
+def test_the_work_for_a_token_does_not_grow_with_the_text() -> None:
+    longest = 0
+
+    def watched(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids)
+
+    text = "naïve 東京 🙂 " * 50
+    assert "".join(pieces(text.encode("utf-8"), watched)) == text
+    assert longest <= 8, "the last character and the one in the making, 4 bytes each"
