@@ -81,7 +81,7 @@ def orthogonalise(stack: Tensor, steps: int, coefficients: tuple[float, float, f
     """Singular values of each matrix of [n, rows, columns] brought near 1, in the stack's type."""
     a, b, c = coefficients
     tall = stack.shape[1] > stack.shape[2]
-    x = stack.mT.contiguous() if tall else stack
+    x: Tensor = stack.mT.contiguous() if tall else stack
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT  # [n, m, m], m the shorter side
