@@ -4,12 +4,17 @@ Softmax saturation: a row of attention weights whose largest exceeds 0.99 hardly
 keys. A growing share of such rows goes ahead of many loss spikes, and quantised attention inputs make it likelier.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from lowbit.models.attention import dense_mask, prepare_mask
 from lowbit.models.transformer import Block, Transformer
 from lowbit.models.visibility import Visibility, causal
+
+SCORES = 1 << 25
+"""Attention scores that exist at once: 128 MiB, where all of 32 heads and 8192 tokens would be 8 GiB."""
 
 
 @torch.no_grad()
@@ -18,8 +23,8 @@ def softmax_saturation(
 ) -> list[float]:
     """Share of attention rows (head and query) whose largest weight exceeds `threshold`, for each layer.
 
-    Walks through the blocks itself, uncompiled, and recomputes each layer's weights, one row of the batch at a
-    time: it leaves the training path alone and holds H * T^2 numbers. Queries that see one key only are not counted:
+    Walks through the blocks itself, uncompiled, and recomputes each layer's weights, some queries at a time: it
+    leaves the training path alone and adds little to its memory. Queries that see one key only are not counted:
     their weight is 1 whatever the model does. Give it a few sequences.
 
     Args:
@@ -51,5 +56,10 @@ def softmax_saturation(
 def _greatest_weight(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
     """Largest softmax weight of each query: q [H, T, D], k [Hkv, T, D], visible bool [1, T, T] -> [H, T]."""
     k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
-    scores = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))
-    return torch.exp(scores.amax(-1) - scores.logsumexp(-1))
+    at_once = max(1, SCORES // (q.shape[0] * q.shape[1]))
+    greatest = []
+    for begin in range(0, q.shape[1], at_once):
+        queries = slice(begin, begin + at_once)
+        scores = (q[:, queries] @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~visible[:, queries], -math.inf)
+        greatest.append(torch.exp(scores.amax(-1) - scores.logsumexp(-1)))
+    return torch.cat(greatest, dim=1)
