@@ -35,16 +35,14 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(
-    model: Transformer, batches: Iterable[Batch], token_bytes: np.ndarray, device: torch.device | None = None
-) -> Evaluation:
+def evaluate(model: Transformer, batches: Iterable[Batch], token_bytes: np.ndarray) -> Evaluation:
     """Measure `model` on `batches`; `token_bytes` [vocab] gives the bytes each token stands for."""
-    device = device or model.head_weight.device
+    device = model.head_weight.device
     table = torch.as_tensor(token_bytes, device=device)  # [vocab]
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
-        sums += _batch_sums(model, batch.to(device), table).double().cpu()
-    nll, text_nll, tokens, text_bytes = sums.tolist()
+        sums += _batch_sums(model, batch.to(device), table)
+    nll, text_nll, tokens, text_bytes = sums.tolist()  # the only wait for the device
     return Evaluation(
         bpb=text_nll / (math.log(2) * text_bytes) if text_bytes else math.nan,
         loss=nll / tokens if tokens else math.nan,
@@ -54,7 +52,7 @@ def evaluate(
 
 
 def _batch_sums(model: Transformer, batch: Batch, table: Tensor) -> Tensor:
-    """[nll, nll of text targets, targets, bytes] of one batch."""
+    """[nll, nll of text targets, targets, bytes] of one batch, FP64."""
     targets = batch.targets.flatten()  # [N]
     weights = batch.weights.flatten()  # [N]
     hidden = model(batch.tokens, batch.visibility).flatten(0, 1)  # [N, width]
