@@ -104,7 +104,6 @@ class Dataset:
                     "content": s.packed.digest,
                     "train_tokens": len(s.packed.train),
                     "val_tokens": len(s.packed.val),
-                    "folder": s.packed.folder.name,
                 }
                 for s in self.sources
             },

@@ -337,6 +337,10 @@ def test_the_fingerprint_names_what_shapes_the_order(config: DataConfig, dataset
     assert len(others) == 4 and dataset.fingerprint not in others
     text = dataset.describe()
     assert text["sources"]["two"]["share"] == pytest.approx(2.5 / 3.5, abs=1e-6) and text["sequence_length"] == LENGTH
+    elsewhere = {name: dataclasses.replace(s, max_documents=10**6) for name, s in config.sources.items()}
+    packed_again = prepare_data(dataclasses.replace(config, sources=elsewhere), lambda _: None)
+    assert packed_again.sources[0].packed.folder != dataset.sources[0].packed.folder
+    assert packed_again.describe() == text, "the same content, wherever it is packed, is the same data"
 
 
 def test_trigram_baseline_reads_the_right_documents(dataset: Dataset) -> None:
