@@ -57,8 +57,10 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write the resolved configuration to `path`."""
-    path.write_text(to_yaml(config), encoding="utf-8")
+    """Write the resolved configuration to `path`; one that is there is replaced as a whole."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(to_yaml(config), encoding="utf-8")
+    temporary.replace(path)
 
 
 def load_config(path: Path) -> RunConfig:
