@@ -25,6 +25,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -123,7 +124,7 @@ def _read_record(settings: PackSettings, index: int) -> _Part | None:
         with np.load(path, allow_pickle=False) as arrays:
             note = json.loads(arrays["note"].tobytes())
             lengths = {split: arrays[split] for split in SPLITS}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
     return _Part(note, lengths) if note["threshold"] == settings.threshold else None
 
