@@ -32,7 +32,7 @@ types:
 	$(BIN)/mypy
 
 unit:
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -7,7 +7,8 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no CUDA device."""
+    """Start `slow` tests first, so that none is left alone at the end; skip `gpu` tests where there is no GPU."""
+    items.sort(key=lambda item: "slow" not in item.keywords)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")

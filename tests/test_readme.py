@@ -66,12 +66,13 @@ def test_the_readmes_commands(tmp_path: Path) -> None:
     def output(start: str, which: int = 0) -> str:
         return [text for command, text in printed.items() if command.startswith(start)][which]
 
-    assert "byte-trigram" in output("pretrain") and "next: lowbit generate runs/first" in output("pretrain")
+    assert "below the byte-trigram" in output("pretrain") and "NOT" not in output("pretrain")
+    assert "next: lowbit generate runs/first" in output("pretrain")
     assert output("generate").startswith("import ") and len(output("generate")) > 20
     assert "bits per byte" in output("eval")
-    assert "resumed at step" in output("pretrain run_name=first", 1)
+    assert "resumed at step" in output("pretrain preset=quick run_name=first", 1)
     assert (tmp_path / "first.png").read_bytes().startswith(b"\x89PNG")
-    table = output("pretrain run_name=sweep").splitlines()
+    table = output("pretrain preset=quick run_name=sweep").splitlines()
     assert table[-3].split()[-1] == "optim.lr" and [row.split()[0] for row in table[-2:]] == ["0", "1"]
     assert "parameters" in output("plan") and "torch" in output("doctor")
 

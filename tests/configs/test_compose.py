@@ -57,7 +57,7 @@ def test_every_preset_is_a_run(group: str, choice: str, tmp_path: Path) -> None:
 
 def test_groups_are_those_the_design_names() -> None:
     assert {k: set(v) for k, v in groups().items()} == {
-        "preset": {"cpu", "gpu"},
+        "preset": {"cpu", "gpu", "quick"},
         "model": {"tiny", "30m", "70m", "150m", "370m", "1b", "8b"},
         "data": {"python_docs", "files", "huggingface"},
         "optim": {"adamw", "muon"},
@@ -168,6 +168,7 @@ MISTAKES = [  # overrides, what the one line must contain
     ("deterministic=1", ["deterministic=1", "true or false"]),
     ("run_name=true", ["run_name=true", "text", "quote it"]),
     ("optim.kind=adam", ["optim.kind=adam", "adamw, muon", "nearest: adamw"]),
+    ("resume_allow=[data,seed]", ["resume_allow.1=seed", "tokenizer, data, model"]),
     ("model.mlp=swigloo", ["model.mlp=swigloo", "swiglu, relu2", "nearest: swiglu"]),
     ("optim.schedule=3", ["optim.schedule=3", "kind, warmup_steps"]),
     ("data.sources=3", ["data.sources=3", "mapping"]),
