@@ -166,7 +166,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
-            None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
+            None if grad_hidden is None else (grad_hidden.float() * grad_loss).to(grad_hidden.dtype),
             None if grad_weight is None else grad_weight * grad_loss,
             None,
             None,

@@ -57,6 +57,16 @@ def test_loss_and_gradients(chunk: int | None, z_loss: float, softcap: float | N
     assert torch.equal(hidden.grad[::7], torch.zeros_like(hidden.grad[::7]))
 
 
+def test_the_scale_of_the_loss_is_not_rounded_to_the_compute_type() -> None:
+    gradients = []
+    for scale in (1.0, 1 / 24576):
+        hidden, weight, targets, weights = _data(torch.bfloat16)
+        (lm_head_loss(hidden, weight, targets, weights, vocab_size=VOCAB).loss_sum * scale).backward()
+        assert hidden.grad is not None
+        gradients.append(hidden.grad)
+    assert torch.equal(gradients[1], (gradients[0].float() * (1 / 24576)).bfloat16())
+
+
 def test_bf16_gradients_have_bf16_errors() -> None:
     hidden, weight, targets, weights = _data(torch.bfloat16)
     lm_head_loss(hidden, weight, targets, weights, vocab_size=VOCAB, chunk_tokens=16).loss_sum.backward()
