@@ -36,9 +36,11 @@ def plan(
 
 def describe(config: "RunConfig", made: "Plan", vocab_size: int, device: str) -> list[str]:
     """The printed lines of a plan."""
+    from lowbit.models.cost import attention_flops_per_token
+
     p, memory = made.parameters, made.memory
     b, m = config.batch, config.model
-    attention = 6 * m.layers * m.heads * (m.head_dim or m.width // m.heads) * config.data.sequence_length
+    attention = attention_flops_per_token(m, config.data.sequence_length)
     lines = [
         f"model {m.name}: {p.total:,} parameters, {p.without_embedding:,} without the input embedding",
         f"  embedding {p.embedding:,}, attention {p.attention:,}, mlp {p.mlp:,}, norms {p.norms:,}, "

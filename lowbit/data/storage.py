@@ -40,7 +40,7 @@ def atomic_write(path: Path, pieces: Iterable[bytes | memoryview], needed: int |
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise write_error(path, error, max(written, needed or 0)) from error
@@ -63,7 +63,8 @@ def write_error(path: Path, error: OSError, needed: int = 0) -> DataError:
     )
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in a folder survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

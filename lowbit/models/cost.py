@@ -50,7 +50,7 @@ def head_dim_of(config: ModelConfig) -> int:
 
 
 def parameter_parts(config: ModelConfig, vocab_size: int) -> ParameterCount:
-    """Parameters of a model by role."""
+    """Parameters of a model by role; the padded rows of the vocabulary are included, a tied table counts once."""
     head_dim = head_dim_of(config)
     table = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple * config.width
     attention = config.width * head_dim * (2 * config.heads + 2 * config.kv_heads)
@@ -65,17 +65,16 @@ def parameter_parts(config: ModelConfig, vocab_size: int) -> ParameterCount:
     )
 
 
-def count_parameters(config: ModelConfig, vocab_size: int) -> int:
-    """All parameters, the padded rows of the vocabulary included; a tied table counts once."""
-    return parameter_parts(config, vocab_size).total
-
-
 def flops_per_token(config: ModelConfig, vocab_size: int, sequence_length: int) -> int:
     """Floating-point operations a token, forward and backward, in the convention above."""
     parts = parameter_parts(config, vocab_size)
     head = parts.head or parts.embedding
-    attention = 6 * config.layers * config.heads * head_dim_of(config) * sequence_length
-    return 6 * (parts.hidden_matrices + head) + attention
+    return 6 * (parts.hidden_matrices + head) + attention_flops_per_token(config, sequence_length)
+
+
+def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """The part of `flops_per_token` that grows with the sequence."""
+    return 6 * config.layers * config.heads * head_dim_of(config) * sequence_length
 
 
 def kv_cache_bytes_per_token(config: ModelConfig, number_bytes: int = 2) -> int:

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from lowbit.configs.schema import CheckpointConfig
+from lowbit.data.storage import sync_folder
 from lowbit.errors import CheckpointError
 from lowbit.trainer.identity import check_same
 from lowbit.trainer.snapshot import MANIFEST, Manifest, Snapshot, read_manifest, read_snapshot, write_snapshot
-from lowbit.trainer.tensorfile import sync_folder
 
 __all__ = ["CheckpointStore", "Snapshot", "check_same"]
 

@@ -26,12 +26,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lowbit.data.storage import sync_folder
 from lowbit.errors import CheckpointError
 from lowbit.trainer.tensorfile import (
     FileRecord,
     hash_file,
     read_tensors,
-    sync_folder,
     tensor_bytes,
     write_synced,
     write_tensors,

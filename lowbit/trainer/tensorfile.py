@@ -100,18 +100,5 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def hash_file(path: Path) -> FileRecord:
     """Hash and size of a file as it is on the disk."""
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while piece := file.read(CHUNK):
-            digest.update(piece)
-            size += len(piece)
-    return FileRecord(digest.hexdigest(), size)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return FileRecord(hashlib.file_digest(file, "sha256").hexdigest(), file.tell())
