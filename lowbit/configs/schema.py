@@ -364,6 +364,14 @@ class LoggingConfig:
     """Measure, at each evaluation, the share of attention rows whose largest weight exceeds 0.99."""
 
 
+class ResumeDifference(StrEnum):
+    """What may differ between a checkpoint and the run that goes on from it."""
+
+    tokenizer = "tokenizer"
+    data = "data"
+    model = "model"
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """A pretraining run."""
@@ -381,7 +389,7 @@ class RunConfig:
     """The run ends at whichever limit comes first; at least one is needed."""
     resume: str = "auto"
     """auto: go on from the newest good checkpoint in the run's folder, if any; none: start anew; or a path."""
-    resume_allow: list[str] = field(default_factory=list)
+    resume_allow: list[ResumeDifference] = field(default_factory=list)
     """Differences accepted when resuming: any of tokenizer, data, model."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

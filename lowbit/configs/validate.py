@@ -17,8 +17,6 @@ from lowbit.errors import ConfigError
 BYTE_VOCABULARY = 257
 """256 byte values and the end-of-text id: the least a byte-level tokenizer can have."""
 
-RESUME_DIFFERENCES = ("tokenizer", "data", "model")
-
 
 class Range(NamedTuple):
     """Numbers from `low` to `high`; round brackets exclude the end, as in the error's text."""
@@ -166,9 +164,6 @@ def _run(config: RunConfig) -> None:
             why="a run that ends by the clock differs from time to time",
             works="max_minutes=null with max_steps=1000 would work",
         )
-    if not set(config.resume_allow) <= set(RESUME_DIFFERENCES):
-        why = f"takes a list of {', '.join(RESUME_DIFFERENCES)}"
-        raise _refuse(config, "resume_allow", why=why, works="resume_allow=[data] would work")
     if config.resume not in ("auto", "none") and not Path(config.resume).exists():
         raise _refuse(
             config, "resume", why="no such file or folder", works="use resume=auto, resume=none or a path that exists"
@@ -223,9 +218,11 @@ def _sequences(config: RunConfig) -> None:
         why = "a shard must hold more than one sequence"
         works = f"data.shard_tokens={max(16_777_216, 2 * length)} would work"
         raise _refuse(config, "data.shard_tokens", "data.sequence_length", why=why, works=works)
-    if config.evaluation.sample_tokens >= longest:
-        why = "the sample and its prompt must fit the model"
-        works = f"evaluation.sample_tokens={longest // 2} would work"
+    sample = config.evaluation.sample_tokens
+    prompt = len(config.evaluation.sample_prompt.encode()) + 1  # tokens it can have at most, the separator included
+    if sample and sample + prompt > longest:
+        why = f"the sample and its prompt of up to {prompt} tokens must fit the model"
+        works = f"evaluation.sample_tokens={max(0, longest - prompt)} would work"
         raise _refuse(config, "evaluation.sample_tokens", "model.max_sequence", why=why, works=works)
 
 

@@ -9,9 +9,10 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lowbit.errors import CheckpointError, ConfigError
+from lowbit.configs.schema import ResumeDifference
+from lowbit.configs.stored import flatten
+from lowbit.errors import CheckpointError
 
-KINDS = ("tokenizer", "data", "model")
 DISPLAY_ONLY = ("model.name",)
 SHOWN = 6
 ABSENT = object()
@@ -25,17 +26,13 @@ def check_same(saved: Mapping[str, Any], expected: Mapping[str, Any], allow: Col
 
     Raises:
         CheckpointError: they differ in a kind that is not in `allow`; lists the differing fields and the override.
-        ConfigError: `allow` names something else than tokenizer, data or model.
     """
-    for kind in allow:
-        if kind not in KINDS:
-            raise ConfigError(f"resume_allow: {kind!r} is none of {', '.join(KINDS)}")
     differences: list[str] = []
     kinds: list[str] = []
-    for kind in KINDS:
+    for kind in ResumeDifference:
         if kind in allow:
             continue
-        was, now = (_flatten(kind, json.loads(json.dumps(side.get(kind)))) for side in (saved, expected))
+        was, now = (flatten(json.loads(json.dumps({kind: side.get(kind)}))) for side in (saved, expected))
         fields = [
             field
             for field in sorted(was.keys() | now.keys())
@@ -54,16 +51,6 @@ def check_same(saved: Mapping[str, Any], expected: Mapping[str, Any], allow: Col
         f"the checkpoint belongs to another run: {shown}{more}. To go on with the difference: "
         f"'resume_allow=[{','.join([*allow, *kinds])}]'; to start anew: another run_name"
     )
-
-
-def _flatten(prefix: str, value: Any) -> dict[str, Any]:
-    """Nested dictionaries as one, with dotted names; everything else is a value."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= _flatten(f"{prefix}.{key}", inner)
-    return flat
 
 
 def _show(values: Mapping[str, Any], field: str) -> str:

@@ -173,10 +173,13 @@ class Trainer:
     def _first_bad(self, batches: list[Batch]) -> str:
         """The first layer with a non-finite output on these micro-batches, else the first such gradient."""
         model = self.engine.model
-        for batch in batches:
-            forward = partial(self.objective, model, batch.to(self.engine.device))
-            if (name := first_bad(model, forward)) is not None:
-                return f"output of {name}"
+        try:
+            for batch in batches:
+                forward = partial(self.objective, model, batch.to(self.engine.device))
+                if (name := first_bad(model, forward)) is not None:
+                    return f"output of {name}"
+        except torch.OutOfMemoryError:  # uncompiled, the forward pass takes more than the step did
+            return "not known, for lack of memory to run the forward pass again"
         return f"gradient of {first_bad_gradient(model) or 'no single layer (the norm overflowed)'}"
 
 

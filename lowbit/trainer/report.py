@@ -5,13 +5,13 @@ finished runs can be compared alike; a damaged last line is skipped. Curves are 
 runs of different batch sizes can be compared.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lowbit.configs.stored import load_config
+from lowbit.configs.stored import flatten, load_config
 from lowbit.errors import ConfigError, LowbitError
 from lowbit.trainer.console import duration
 from lowbit.trainer.jsonl import read_rows
@@ -127,17 +127,6 @@ def draw(run_dirs: Sequence[Path], out: Path) -> Path:
     except (OSError, ValueError) as error:
         raise LowbitError(f"cannot write the curves to {path}: {error}") from None
     return path
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one with dotted keys; lists and everything else are values."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _short_names(run_dirs: Sequence[Path]) -> list[str]:

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowbit.configs.schema import BatchWarmupConfig, OptimizerKind, RunConfig
+from lowbit.configs.schema import BatchWarmupConfig, OptimizerKind, ResumeDifference, RunConfig
 from lowbit.configs.stored import save_config
 from lowbit.errors import CheckpointError, ConfigError, LowbitError, NonFiniteError
 from lowbit.models.transformer import Transformer
+from lowbit.trainer import loop
 from lowbit.trainer.evaluate import evaluate
 from lowbit.trainer.run import Pretraining, dataset_of, load_run, pretrain
 
@@ -190,6 +191,26 @@ def test_non_finite_stops_before_the_step_and_saves_nothing(
         assert torch.isfinite(tensor).all(), name
 
 
+def test_a_non_finite_step_is_no_lack_of_memory(
+    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking for the layer runs the forward pass uncompiled, which may not fit: the message stays the right one."""
+    init = Transformer.init_weights
+
+    def broken(self: Transformer, seed: int) -> None:
+        init(self, seed)
+        with torch.no_grad():
+            self.final_norm.weight[0] = math.nan
+
+    def too_large(model: torch.nn.Module, run_forward: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Transformer, "init_weights", broken)
+    monkeypatch.setattr(loop, "first_bad", too_large)
+    with pytest.raises(NonFiniteError, match=r"step 1: .*lack of memory"):
+        pretrain(tiny_run, tmp_path / "run")
+
+
 def test_bad_resumes(tiny_run: RunConfig, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     pretrain(tiny_run, run_dir)
@@ -200,7 +221,7 @@ def test_bad_resumes(tiny_run: RunConfig, tmp_path: Path) -> None:
     other_text = replace(longer, data=replace(longer.data, held_out=0.3))
     with pytest.raises(CheckpointError, match=r"resume_allow"):
         pretrain(other_text, run_dir)
-    assert pretrain(replace(other_text, resume_allow=["data"]), run_dir).step == 8
+    assert pretrain(replace(other_text, resume_allow=[ResumeDifference.data]), run_dir).step == 8
     with pytest.raises(CheckpointError, match="resume=none"):
         pretrain(replace(longer, resume="none"), run_dir)
     with pytest.raises(CheckpointError, match="nowhere"):
