@@ -18,8 +18,8 @@ have rows too.
 | FP8_BLOCK, FP8_BLOCK_2D | E4M3 | 1x128, 128x128 | power of two | - | nearest |
 | INT8_ROW | INT8 | row (a weight's output channel, an activation's token) | FP32 | - | nearest |
 
-`replace(spec, rounding=Rounding.STOCHASTIC)` makes the stochastic one of a family; it wants Scale.E4M3_UP, because under
-the nearest block scale the largest element is clipped (see `scales`).
+`replace(spec, rounding=Rounding.STOCHASTIC)` makes the stochastic one of a family; it wants Scale.E4M3_UP, because
+under the nearest block scale the largest element is clipped (see `scales`).
 """
 
 import math
