@@ -5,31 +5,22 @@ from typing import Annotated, Any
 
 import typer
 
-from lowbit.cli.complete import candidates
+from lowbit.cli.settings import TAKES_SETTINGS, read, settings
 
 app = typer.Typer(name="data", help="Pack documents into shards, and inspect packed shards.", no_args_is_help=True)
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings as for `lowbit pretrain`, such as data=files data.sources.files.path=corpus/.",
-        autocompletion=candidates,
-        show_default=False,
-    ),
+    settings("Settings as for `lowbit pretrain`, such as data=files data.sources.files.path=corpus/."),
 ]
 
 
-@app.command("pack", context_settings={"ignore_unknown_options": True})
+@app.command("pack", context_settings=TAKES_SETTINGS)
 def pack(overrides: Overrides = None) -> None:
     """Tokenize and pack the data of a run now; `lowbit pretrain` with the same settings then starts at once."""
-    from lowbit.configs.compose import compose
-    from lowbit.configs.validate import validate
     from lowbit.data.dataset import prepare_data
 
-    config = compose(overrides or [])
-    validate(config)
-    dataset = prepare_data(config.data, print)
+    dataset = prepare_data(read(overrides).data, print)
     print(f"ready: {dataset.train_tokens:,} training and {dataset.val_tokens:,} held-out tokens")
     for source in dataset.sources:
         print(f"  {source.name}: {source.share:.1%} of samples, {source.sequences:,} sequences an epoch")
@@ -58,12 +49,12 @@ def inspect(
 
 
 def _print(folder: Path, manifest: dict[str, Any]) -> None:
-    source, settings = manifest["source"], manifest["settings"]
+    source, shape = manifest["source"], manifest["settings"]
     print(folder)
     print(f"  source       {source['kind']}, {source['files']:,} files, listing {source['listing_sha256'][:12]}")
     print(f"  tokenizer    {manifest['vocab_size']:,} tokens, digest {manifest['tokenizer_digest'][:12]}")
     print(f"  content      {manifest['content_sha256'][:12]}, stored in {manifest['dtype'][-1]} bytes a token")
-    print(f"  settings     held_out={settings['held_out']} shard_tokens={settings['shard_tokens']:,}")
+    print(f"  settings     held_out={shape['held_out']} shard_tokens={shape['shard_tokens']:,}")
     print(f"  versions     {' '.join(f'{k} {v}' for k, v in manifest['versions'].items())}")
     for split in ("train", "val"):
         part = manifest[split]

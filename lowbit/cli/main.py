@@ -14,13 +14,11 @@ from typing import cast
 import typer
 
 from lowbit.cli import complete, data, doctor, evaluate, generate, plan, pretrain, report, tokenizer, version
+from lowbit.cli.settings import TAKES_SETTINGS
 from lowbit.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, LowbitError
 
 USAGE_ERROR: type[Exception] = cast(type[Exception], typer.BadParameter.__mro__[1])
 """What Typer raises for wrong options and arguments; only its subclasses are public."""
-
-OVERRIDES = {"ignore_unknown_options": True}
-"""Commands that take `key=value` get unknown options too, to answer them with the key that was meant."""
 
 
 def build_app() -> typer.Typer:
@@ -32,11 +30,11 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.command("pretrain", context_settings=OVERRIDES)(pretrain.pretrain)
+    app.command("pretrain", context_settings=TAKES_SETTINGS)(pretrain.pretrain)
     app.command("generate")(generate.generate)
     app.command("eval")(evaluate.evaluate)
     app.command("report")(report.report)
-    app.command("plan", context_settings=OVERRIDES)(plan.plan)
+    app.command("plan", context_settings=TAKES_SETTINGS)(plan.plan)
     app.command("doctor")(doctor.doctor)
     app.command("version")(version.version)
     app.add_typer(data.app, name="data")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.pretrain import Overrides
+from lowbit.cli.settings import read
 
 if TYPE_CHECKING:
     from lowbit.configs.schema import RunConfig
@@ -21,12 +22,9 @@ def plan(
     ] = None,
 ) -> None:
     """Print parameters, FLOPs a token, memory by part, the largest micro-batch that fits, and the run's length."""
-    from lowbit.configs.compose import compose
-    from lowbit.configs.validate import validate
     from lowbit.trainer.plan import plan as make_plan
 
-    config = compose(overrides or [])
-    validate(config)
+    config = read(overrides)
     device, memory_bytes, compute_bytes = _device(config, memory_gb)
     vocab_size = _vocab_size(config)
     made = make_plan(config, vocab_size, compute_bytes=compute_bytes, memory_bytes=memory_bytes)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lowbit.cli.complete import candidates
+from lowbit.cli.settings import settings
 
 
 class Shown(StrEnum):
@@ -17,12 +17,7 @@ class Shown(StrEnum):
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings, such as preset=gpu model=30m optim.lr=1e-3. Several values (optim.lr=1e-3,3e-4) need -m.",
-        autocompletion=candidates,
-        show_default=False,
-    ),
+    settings("Settings, such as preset=gpu model=30m optim.lr=1e-3. Several values (optim.lr=1e-3,3e-4) need -m."),
 ]
 
 
@@ -41,10 +36,10 @@ def pretrain(
     """
     from lowbit.cli import job
 
-    settings = overrides or []
+    given = overrides or []
     if cfg is not None:
-        job.print_config(settings, multirun=multirun, resolved=cfg is Shown.resolved)
+        job.print_config(given, multirun=multirun, resolved=cfg is Shown.resolved)
     elif multirun:
-        job.run_sweep(settings)
+        job.run_sweep(given)
     else:
-        job.run_one(settings)
+        job.run_one(given)

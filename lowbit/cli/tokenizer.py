@@ -5,34 +5,25 @@ from typing import Annotated
 
 import typer
 
-from lowbit.cli.complete import candidates
+from lowbit.cli.settings import TAKES_SETTINGS, read, settings
 
 app = typer.Typer(name="tokenizer", help="Train a tokenizer, and look at one.", no_args_is_help=True)
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings as for `lowbit pretrain`, such as data.tokenizer.vocab_size=16384 data.tokenizer.path=my-bpe.",
-        autocompletion=candidates,
-        show_default=False,
-    ),
+    settings("Settings as for `lowbit pretrain`, such as data.tokenizer.vocab_size=16384 data.tokenizer.path=my-bpe."),
 ]
 
 
-@app.command("train", context_settings={"ignore_unknown_options": True})
+@app.command("train", context_settings=TAKES_SETTINGS)
 def train(overrides: Overrides = None) -> None:
     """Train a byte-level BPE on the training documents; an existing one is kept."""
-    from lowbit.configs.compose import compose
     from lowbit.configs.schema import TokenizerKind
-    from lowbit.configs.validate import validate
     from lowbit.data.dataset import prepare_tokenizer
     from lowbit.data.sources import list_source
     from lowbit.errors import ConfigError
 
-    run = compose(overrides or [])
-    validate(run)
-    config = run.data
+    config = read(overrides).data
     if config.tokenizer.kind is not TokenizerKind.bpe:
         raise ConfigError(f"data.tokenizer.kind={config.tokenizer.kind} is not trained; set it to bpe")
     listings = [list_source(name, source) for name, source in config.sources.items()]

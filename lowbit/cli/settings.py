@@ -1,0 +1,28 @@
+"""The `KEY=VALUE` arguments that several commands take: how they are declared, completed and read."""
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from lowbit.cli.complete import candidates
+
+if TYPE_CHECKING:
+    from lowbit.configs.schema import RunConfig
+
+TAKES_SETTINGS = {"ignore_unknown_options": True}
+"""Context of commands that take settings: they get unknown options too, to answer them with the key that was meant."""
+
+
+def settings(help: str) -> Any:
+    """The declaration of a command's `KEY=VALUE` arguments."""
+    return typer.Argument(metavar="KEY=VALUE", help=help, autocompletion=candidates, show_default=False)
+
+
+def read(overrides: list[str] | None) -> "RunConfig":
+    """The configuration that the arguments describe, checked. Raises ConfigError."""
+    from lowbit.configs.compose import compose
+    from lowbit.configs.validate import validate
+
+    config = compose(overrides or [])
+    validate(config)
+    return config
