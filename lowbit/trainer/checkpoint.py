@@ -173,24 +173,6 @@ class CheckpointStore:
             found.append((manifest is None, manifest.sequence if manifest else 0, path.name, path))
         return [entry[-1] for entry in sorted(found)]
 
-    def latest(self) -> Path | None:
-        """The newest checkpoint whose files are all there, at full length; None when there is none at all.
-
-        It does not read the data: `load("latest")` does, and falls back where a hash is wrong. Raises CheckpointError
-        when there are checkpoints and all are damaged, since starting anew would overwrite them.
-        """
-        paths = self.list()
-        for path in reversed(paths):
-            try:
-                read_manifest(path)
-            except CheckpointError as error:
-                self._report(f"skipping the checkpoint {path.name}: {error}")
-            else:
-                return path
-        if paths:
-            raise CheckpointError(_all_damaged(self.folder, paths))
-        return None
-
     def load(self, which: str | Path = "latest", *, weights_only: bool = False) -> Snapshot:
         """Read a checkpoint, verified against its hashes; tensors are on the CPU.
 

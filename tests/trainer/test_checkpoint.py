@@ -77,13 +77,13 @@ def test_we_read_the_library_s_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ema", [False, True], ids=["plain", "ema"])
 def test_round_trip(tmp_path: Path, background: bool, ema: bool) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(background=background))
-    assert store.latest() is None
     assert _names(store) == []
     snapshot = _snapshot(7, ema)
     store.save(snapshot)
     store.wait()
-    assert store.latest() == tmp_path / "checkpoints" / "step_00000007"
-    for which in ("latest", store.latest(), str(store.latest()), tmp_path, tmp_path / "checkpoints"):
+    [path] = store.list()
+    assert path == tmp_path / "checkpoints" / "step_00000007"
+    for which in ("latest", path, str(path), tmp_path, tmp_path / "checkpoints"):
         assert _same(store.load(which), snapshot)
     weights = store.load(weights_only=True)
     assert weights.optimizer == {} and weights.model.keys() == snapshot.model.keys()
@@ -97,7 +97,7 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
         store = CheckpointStore(tmp_path / str(config.background), config)
         store.save(snapshot)
         store.wait()
-        stored = safetensors.torch.load_file(store.latest() / "model.safetensors")
+        stored = safetensors.torch.load_file(store.list()[-1] / "model.safetensors")
         assert sorted(stored) == ["embedding.weight", "other"]
         loaded = store.load().model
         assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
@@ -211,12 +211,12 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path: Path, file
         store.load()
 
 
-def test_latest_never_says_none_when_all_are_damaged(tmp_path: Path) -> None:
+def test_a_lone_damaged_checkpoint_is_no_fresh_start(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, FOREGROUND)
     store.save(_snapshot(1))
     (tmp_path / "step_00000001" / "meta.json").unlink()
     with pytest.raises(CheckpointError, match="none of the 1"):
-        store.latest()
+        store.load()
 
 
 @pytest.mark.parametrize(
