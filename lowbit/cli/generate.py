@@ -1,7 +1,7 @@
 """`lowbit generate`: text from a run's checkpoint, printed as it comes."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +40,8 @@ def generate(
         tokens = generator.stream(
             ids, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
-        for piece in (text, *pieces(tokens, tokenizer.decode)):
+        print(text, end="", flush=True)
+        for piece in pieces(tokens, tokenizer.decode, ids):
             print(piece, end="", flush=True)
         print()
         return
@@ -50,18 +51,18 @@ def generate(
     for number, completion in enumerate(completions, start=1):
         if num_samples > 1:
             print(f"--- sample {number} of {num_samples}")
-        print(text + tokenizer.decode(completion.tokens))
+        print(text + "".join(pieces(completion.tokens, tokenizer.decode, ids)))
 
 
-def pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """The text of a token stream, piece by piece, whole characters only.
+def pieces(tokens: Iterable[int], decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> Iterator[str]:
+    """The text that a token stream adds to a prompt, piece by piece, whole characters only.
 
     A token may end in the middle of a character, which decodes to U+FFFD until the rest has come; such an end is held
     back. What is still open when the stream ends is given as it is. Decoded is never the whole text, only what is open
     behind the last piece given, together with that piece, because decoders may look at a token's neighbour (a leading
     space is dropped where nothing stands before it).
     """
-    given: list[int] = []  # tokens of the last piece
+    given = list(prompt)  # tokens of the last piece
     held: list[int] = []  # tokens after it
     for token in tokens:
         held.append(token)

@@ -1,10 +1,19 @@
 """`lowbit generate` prints whole characters only, and in the end the whole text."""
 
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.cli.generate import pieces
+from lowbit.cli.generate import generate, pieces
+from lowbit.data.tokenizer import bytes_tokenizer
+from lowbit.infer.engine import Generator
+from lowbit.trainer import run
 
 
 def decode(ids: list[int]) -> str:
@@ -33,8 +42,12 @@ def test_a_character_left_open_is_shown_at_the_end(text: str, cut: int) -> None:
 def test_a_decoder_that_looks_at_neighbours() -> None:
     """SentencePiece-like: a word's leading space shows only when something stands before it."""
     words = ["▁the", "▁cat", "s"]
-    found = list(pieces([0, 1, 2], lambda ids: "".join(words[i] for i in ids).replace("▁", " ").lstrip()))
-    assert found == ["the", " cat", "s"]
+
+    def spelled(ids: list[int]) -> str:
+        return "".join(words[i] for i in ids).replace("▁", " ").lstrip()
+
+    assert list(pieces([0, 1, 2], spelled)) == ["the", " cat", "s"]
+    assert list(pieces([1, 2], spelled, prompt=[0])) == [" cat", "s"], "the space between prompt and answer"
 
 
 def test_the_work_for_a_token_does_not_grow_with_the_text() -> None:
@@ -48,3 +61,20 @@ def test_the_work_for_a_token_does_not_grow_with_the_text() -> None:
     text = "naïve 東京 🙂 " * 50
     assert "".join(pieces(text.encode("utf-8"), watched)) == text
     assert longest <= 8, "the last character and the one in the making, 4 bytes each"
+
+
+def test_text_is_printed_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.StringIO()
+    seen = []
+
+    def stream(self: Generator, prompt: list[int], **settings: object) -> Iterator[int]:
+        for token in b"abc":
+            seen.append(printed.getvalue())
+            yield token
+
+    loaded = SimpleNamespace(model=None, tokenizer=bytes_tokenizer())
+    monkeypatch.setattr(run, "load_run", lambda *arguments: loaded)
+    monkeypatch.setattr(Generator, "stream", stream)
+    monkeypatch.setattr(sys, "stdout", printed)
+    generate(Path("run"), prompt="x", top_k=None)
+    assert seen == ["x", "xa", "xab"] and printed.getvalue() == "xabc\n"
