@@ -84,8 +84,7 @@ def _device(config: "RunConfig", memory_gb: float | None) -> tuple[str, int, int
 
     if memory_gb is not None:
         return "a GPU", int(memory_gb * GIB), 4 if config.precision.compute is ComputeDtype.fp32 else 2
-    from lowbit.trainer.hardware import device_name
-    from lowbit.trainer.run import compute_dtype, pick_device
+    from lowbit.trainer.hardware import compute_dtype, device_name, pick_device
 
     device = pick_device(config.device)
     dtype = compute_dtype(config.precision, device)

@@ -73,7 +73,7 @@ class Ema:
         self._refuse_swapped("load")
         for name in sorted(self._average.keys() ^ tensors.keys()):
             where = "checkpoint" if name in self._average else "model"
-            raise CheckpointError(f"moving average: {name} is missing in the {where}; resume=none starts anew")
+            raise CheckpointError(f"moving average: {name} is missing in the {where}; another run_name starts anew")
         for name, average in self._average.items():
             if tensors[name].shape != average.shape:
                 got, want = tuple(tensors[name].shape), tuple(average.shape)

@@ -1,4 +1,4 @@
-"""What the device is, what it could do at best, and how much of that a run uses.
+"""Which device a run takes and in which type it computes, what it could do at best, and how much of that it uses.
 
     MFU = tokens per second per GPU * FLOPs per token / peak dense BF16 FLOP/s of the GPU
 
@@ -7,11 +7,15 @@ the data sheet. A device that is not in the table has no peak and no MFU: guessi
 report 104% to 563%. Products in faster formats are measured against the BF16 peak as well.
 """
 
+import os
 import re
 import resource
 import sys
 
 import torch
+
+from lowbit.configs.schema import ComputeDtype, PrecisionConfig
+from lowbit.errors import ConfigError
 
 MFU_FORMULA = "MFU = tokens/s/GPU * FLOPs/token (6 a matmul parameter + causal half of attention) / dense BF16 peak"
 
@@ -45,6 +49,33 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"CPU, {torch.get_num_threads()} threads"
     return str(device)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the first GPU, or the CPU where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device=cuda, but PyTorch sees no CUDA device: set device=cpu, or see `lowbit doctor`")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
+    """The type activations and products have on this device."""
+    if precision.compute is ComputeDtype.auto:
+        return torch.bfloat16 if fast_bf16(device) else torch.float32
+    return torch.bfloat16 if precision.compute is ComputeDtype.bf16 else torch.float32
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Have PyTorch use only kernels that give the same bits each time, or whatever is fastest."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
+    torch.use_deterministic_algorithms(wanted)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float | None:

@@ -5,7 +5,6 @@ evaluation. Everything a run leaves is in its folder: config.yaml, metrics.jsonl
 """
 
 import logging
-import os
 import platform
 import shlex
 from dataclasses import asdict, dataclass
@@ -15,12 +14,12 @@ from typing import Any
 import torch
 
 import lowbit
-from lowbit.configs.schema import ComputeDtype, PrecisionConfig, RunConfig
+from lowbit.configs.schema import RunConfig
 from lowbit.configs.stored import load_config, save_config
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, Loader
 from lowbit.data.tokenizer import Tokenizer, load_tokenizer
-from lowbit.errors import CheckpointError, ConfigError, OutOfMemoryError
+from lowbit.errors import CheckpointError, OutOfMemoryError
 from lowbit.infer.engine import Generator
 from lowbit.models.cost import flops_per_token
 from lowbit.models.probe import softmax_saturation
@@ -31,7 +30,15 @@ from lowbit.trainer.ema import Ema
 from lowbit.trainer.engine import LocalEngine, load_tensors
 from lowbit.trainer.evaluate import evaluate
 from lowbit.trainer.guard import SpikeScore
-from lowbit.trainer.hardware import MFU_FORMULA, device_name, fast_bf16, peak_flops
+from lowbit.trainer.hardware import (
+    MFU_FORMULA,
+    compute_dtype,
+    device_name,
+    fast_bf16,
+    peak_flops,
+    pick_device,
+    set_deterministic,
+)
 from lowbit.trainer.lock import RunLock
 from lowbit.trainer.loop import Hooks, Position, Trainer
 from lowbit.trainer.meters import StepMeter
@@ -223,6 +230,8 @@ class Pretraining:
             self.ema.load_state_tensors(snapshot.ema)
         self._final_bpb = snapshot.meta.get("final_bpb")
         cursor = Cursor.from_dict(snapshot.meta["cursor"])
+        if cursor.seed != self.config.seed:
+            logger.warning("from here on seed=%d orders the data; so far it was %d", self.config.seed, cursor.seed)
         self.loader.seek(Cursor(cursor.sample, self.config.seed, self.data.fingerprint))
         logger.info("resumed at step %d (%d tokens)", snapshot.step, snapshot.meta["tokens"])
         return Position(
@@ -301,7 +310,8 @@ class Pretraining:
         length = min(settings.sample_tokens, self.config.model.max_sequence - len(prompt))
         generator = Generator(self.model, tokenizer.eot_id)
         [completion] = generator.generate([prompt], max_new_tokens=length, temperature=0.8, top_p=0.95, seed=1)
-        return settings.sample_prompt + tokenizer.decode(completion.tokens)
+        whole = tokenizer.decode([*prompt, *completion.tokens])  # a token's text may depend on the one before it
+        return settings.sample_prompt + whole[len(tokenizer.decode(prompt)) :]
 
 
 # Pieces that generation and evaluation share ------------------------------------------------------------------
@@ -350,33 +360,6 @@ def build_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: 
     with torch.device("meta"):
         model = Transformer(config.model, vocab_size, dtype)
     return model.to_empty(device=device)
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU where there is none."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("device=cuda, but PyTorch sees no CUDA device: set device=cpu, or see `lowbit doctor`")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    return device
-
-
-def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
-    """The type activations and products have on this device."""
-    if precision.compute is ComputeDtype.auto:
-        return torch.bfloat16 if fast_bf16(device) else torch.float32
-    return torch.bfloat16 if precision.compute is ComputeDtype.bf16 else torch.float32
-
-
-def set_deterministic(wanted: bool) -> None:
-    """Have PyTorch use only kernels that give the same bits each time, or whatever is fastest."""
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
-    torch.use_deterministic_algorithms(wanted)
 
 
 def _out_of_memory_advice(config: RunConfig, device: torch.device) -> str:

@@ -228,6 +228,17 @@ def test_bad_resumes(tiny_run: RunConfig, tmp_path: Path) -> None:
         pretrain(replace(longer, resume=str(tmp_path / "nowhere")), tmp_path / "other")
 
 
+def test_another_seed_in_a_resumed_run_is_said(
+    tiny_run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretrain(tiny_run, tmp_path / "run")
+    with caplog.at_level("WARNING", "lowbit"):
+        pretrain(replace(tiny_run, max_steps=7), tmp_path / "run")
+        assert "orders the data" not in caplog.text
+        pretrain(replace(tiny_run, max_steps=8, seed=2), tmp_path / "run")
+    assert "seed=2 orders the data; so far it was 1" in caplog.text
+
+
 def test_damaged_checkpoint_falls_back_to_the_last_good_one(
     tiny_run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
