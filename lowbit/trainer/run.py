@@ -93,6 +93,7 @@ class Pretraining:
         self.device = pick_device(config.device)
         self.dtype = compute_dtype(config.precision, self.device)
         self.console = Console(run_dir)
+        self.store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, logger.warning)
         self.ema: Ema | None = None
         self.loader: Loader | None = None
         self.log: MetricsLog | None = None
@@ -116,7 +117,6 @@ class Pretraining:
         self.token_bytes = self.data.tokenizer.token_bytes()
         self.model = build_model(config, self.data.tokenizer.vocab_size, self.dtype, self.device)
         self.engine = LocalEngine(self.model, config.optim, config.engine)
-        self.store = CheckpointStore(self.run_dir / "checkpoints", config.checkpoint, logger.warning)
         self.loader = self._make_loader()
         position = self._resume()
         save_config(config, self.run_dir / "config.yaml")
@@ -138,9 +138,13 @@ class Pretraining:
         )
 
     def close(self) -> None:
-        """Stop background work; safe at any point."""
+        """End background work; safe at any point. Whoever holds the run's lock next finds nobody writing."""
         if self.loader is not None:
             self.loader.close()
+        try:
+            self.store.wait()
+        except CheckpointError as error:  # the run ends by an error of its own, which is the one to raise
+            logger.error("%s", error)
         if self.log is not None:
             self.log.close()
         self.console.close()

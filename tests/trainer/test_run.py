@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from lowbit.configs.schema import BatchWarmupConfig, OptimizerKind, ResumeDiffer
 from lowbit.configs.stored import save_config
 from lowbit.errors import CheckpointError, ConfigError, LowbitError, NonFiniteError
 from lowbit.models.transformer import Transformer
-from lowbit.trainer import loop
+from lowbit.trainer import checkpoint, loop
 from lowbit.trainer.evaluate import evaluate
 from lowbit.trainer.run import Pretraining, dataset_of, load_run, pretrain
 
@@ -183,9 +184,12 @@ def test_non_finite_stops_before_the_step_and_saves_nothing(
 
     poison.calls = 0  # type: ignore[attr-defined]
     monkeypatch.setattr(Transformer, "forward", poison)
+    write = checkpoint.write_snapshot
+    monkeypatch.setattr(checkpoint, "write_snapshot", lambda *arguments: (time.sleep(1), write(*arguments)))
     tiny_run = replace(tiny_run, evaluation=replace(tiny_run.evaluation, every_steps=0))
     with pytest.raises(NonFiniteError, match=r"step 4: .*blocks\.1\.mlp\.down"):
         pretrain(tiny_run, tmp_path / "run")
+    assert not any(thread.name == "checkpoint" for thread in threading.enumerate()), "the folder is let go, not written"
     assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").glob("step_*"))] == ["step_00000002"]
     for name, tensor in final_tensors(tmp_path / "run").items():
         assert torch.isfinite(tensor).all(), name
