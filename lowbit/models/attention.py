@@ -1,7 +1,8 @@
 """Attention under one visibility rule, by the fastest correct kernel of the device.
 
 Plain causal attention (`mask` None) is SDPA: on a GPU cuDNN first, then flash (H200, B4 H16 T4096 D128: cuDNN 589
-TFLOP/s forward, flash 275). Documents and other visibilities are a dense bool mask on the CPU and
+TFLOP/s forward, flash 275); cuDNN's backward is not bitwise reproducible, and PyTorch itself passes over it where
+deterministic algorithms are asked for. Documents and other visibilities are a dense bool mask on the CPU and
 FlexAttention on a GPU.
 
 FlexAttention skips blocks of the score matrix, and wants to be told which. Evaluating the rule on all T^2 pairs
