@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.cli.generate import generate, pieces
+from lowbit.configs.schema import RunConfig
 from lowbit.data.tokenizer import bytes_tokenizer
 from lowbit.infer.engine import Generator
 from lowbit.trainer import run
@@ -72,7 +73,7 @@ def test_text_is_printed_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) 
             seen.append(printed.getvalue())
             yield token
 
-    loaded = SimpleNamespace(model=None, tokenizer=bytes_tokenizer())
+    loaded = SimpleNamespace(model=None, tokenizer=bytes_tokenizer(), config=RunConfig())
     monkeypatch.setattr(run, "load_run", lambda *arguments: loaded)
     monkeypatch.setattr(Generator, "stream", stream)
     monkeypatch.setattr(sys, "stdout", printed)
