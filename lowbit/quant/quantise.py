@@ -12,6 +12,8 @@ smaller error (sum of squares or of magnitudes); equal errors keep 6. With bound
 large, still fits E4M3. Choosing after rounding is biased, so gradients must not use it.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -46,9 +48,7 @@ def quantise_values(x: Tensor, spec: QuantSpec, stream: Stream | None = None) ->
     if x.ndim == 0:
         raise ValueError("a quantiser needs at least one dimension")
     blocks = _blocks(x, spec)
-    magnitude = blocks.abs()
-    empty = blocks.numel() == 0
-    amax = magnitude.sum((1, 3), keepdim=True) if empty else magnitude.amax((1, 3), keepdim=True)
+    amax = blocks.abs().amax((1, 3), keepdim=True)
     if spec.outer is Outer.NONE:
         scale, multiplier = one_level(amax, spec)
         return Values(_round(blocks * multiplier, spec, stream), scale, None, tuple(x.shape), spec)
@@ -56,17 +56,22 @@ def quantise_values(x: Tensor, spec: QuantSpec, stream: Stream | None = None) ->
 
 
 def _blocks(x: Tensor, spec: QuantSpec) -> Tensor:
-    """x [..., k] -> FP32 holding BF16 numbers, [row blocks, rows a block, column blocks, columns a block]."""
-    columns = x.shape[-1]
-    rows = 1
-    for size in x.shape[:-1]:
-        rows *= size
+    """x [..., k] -> FP32 holding BF16 numbers, [row blocks, rows a block, column blocks, columns a block].
+
+    Padded with zeros to whole blocks; an empty tensor to one block, so that nothing below meets an empty one.
+    """
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     block_rows, block_columns = spec.block[0] or max(rows, 1), spec.block[1] or max(columns, 1)
     matrix = read_bf16(x).reshape(rows, columns)
-    padding = (0, -columns % (spec.column_multiple if spec.block[1] else block_columns), 0, -rows % block_rows)
+    padding = (0, _missing(columns, max(spec.column_multiple, block_columns)), 0, _missing(rows, block_rows))
     if any(padding):
         matrix = F.pad(matrix, padding)
     return matrix.reshape(matrix.shape[0] // block_rows, block_rows, matrix.shape[1] // block_columns, block_columns)
+
+
+def _missing(size: int, multiple: int) -> int:
+    """How much to add to `size` for a positive multiple of `multiple`."""
+    return -size % multiple if size else multiple
 
 
 def _round(y: Tensor, spec: QuantSpec, stream: Stream | None) -> Tensor:
@@ -108,8 +113,6 @@ def _two_level(x: Tensor, amax: Tensor, shape: tuple[int, ...], spec: QuantSpec,
 
 def _outer_amax(amax: Tensor, spec: QuantSpec) -> Tensor:
     """The largest magnitude under each outer scale: [1, 1, 1, 1], [rows, 1, 1, 1] or [rows, 1, groups, 1]."""
-    if amax.numel() == 0:
-        return amax.new_zeros(1, 1, 1, 1) if spec.outer is Outer.TENSOR else amax[:, :, :1]
     if spec.outer is Outer.TENSOR:
         return amax.amax().reshape(1, 1, 1, 1)
     if spec.outer is Outer.ROW:

@@ -11,6 +11,7 @@ The value of an element is code x block scale x outer scale. A matrix product wa
 `dequantise()` is their product rounded to BF16.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +60,7 @@ class Values:
             return None
         assert left is not None
         if self.spec.outer is Outer.ROW or (self.spec.block[0] == 1 and self.spec.scale is Scale.FP32):
-            return left.reshape(*self.shape[:-1], 1)
+            return left.reshape(-1)[: math.prod(self.shape[:-1])].reshape(*self.shape[:-1], 1)
         return left.reshape([1] * len(self.shape))
 
     def dequantise(self) -> Tensor:
@@ -70,10 +71,7 @@ class Values:
     def _crop(self, value: Tensor) -> Tensor:
         rows = self.elements.shape[0] * self.elements.shape[1]
         matrix = value.reshape(rows, self.elements.shape[2] * self.elements.shape[3])
-        count = 1
-        for size in self.shape[:-1]:
-            count *= size
-        return matrix[:count, : self.shape[-1]].reshape(self.shape)
+        return matrix[: math.prod(self.shape[:-1]), : self.shape[-1]].reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Quantised:
         """Decoded, in blocks."""
         row_blocks, column_blocks = self.scales.shape
         rows, columns = self.codes.shape
-        blocks = (row_blocks, rows // max(row_blocks, 1), column_blocks, columns // max(column_blocks, 1))
+        blocks = (row_blocks, rows // row_blocks, column_blocks, columns // column_blocks)
         scale = decode_scale(self.scales, self.spec)[:, None, :, None]
         outer = None if self.outer is None else self.outer[:, None, :, None]
         return Values(decode(self.codes, self.spec.element).reshape(blocks), scale, outer, self.shape, self.spec)
@@ -159,4 +157,4 @@ def to_codes(values: Values) -> Quantised:
 def spread(outer: Tensor, blocks: int) -> Tensor:
     """[rows, 1, groups, 1] -> [rows, 1, blocks, 1]: each group's number for each of its blocks."""
     rows, _, groups, _ = outer.shape
-    return outer.expand(rows, 1, groups, blocks // max(groups, 1)).reshape(rows, 1, blocks, 1)
+    return outer.expand(rows, 1, groups, blocks // groups).reshape(rows, 1, blocks, 1)

@@ -6,7 +6,7 @@ have rows too.
 
 | name | element | block | scale | outer scale | rounding |
 |------|---------|-------|-------|-------------|----------|
-| MXFP8, MXFP6_E2M3, MXFP6_E3M2, MXFP4 | E4M3, ... | 1x32 | E8M0, up | - | nearest |
+| MXFP8, MXFP8_E5M2, MXFP6_E2M3, MXFP6_E3M2, MXFP4 | E4M3, ... | 1x32 | E8M0, up | - | nearest |
 | the same with _FLOOR | | 1x32 | E8M0, OCP's floor rule | - | nearest |
 | NVFP4, NVFP4_2D, NVFP4_ROW | E2M1 | 1x16, 16x16, 1x16 | E4M3 | FP32: tensor, tensor, row | nearest |
 | NVFP4_TETRAJET, NVFP4_POW2 | E2M1 | 1x16 | E4M3 | FP32, power of two: 1x128 | nearest |
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from lowbit.errors import ConfigError
-from lowbit.quant.formats import E2M1, E2M3, E3M2, E4M3, INT8, ElementFormat
+from lowbit.quant.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, ElementFormat
 
 EDEN_TARGET = 6 / (17 / 16 * 0.93)
 """MS-EDEN maps a block's largest magnitude to 6.07, a little above E2M1's 6: less error than 6 (arXiv 2601.22813)."""
@@ -132,6 +132,8 @@ def _mx(name: str, element: ElementFormat, scale: Scale = Scale.E8M0_UP) -> Quan
 
 MXFP8 = _mx("MXFP8", E4M3)
 MXFP8_FLOOR = _mx("MXFP8_FLOOR", E4M3, Scale.E8M0_FLOOR)
+MXFP8_E5M2 = _mx("MXFP8_E5M2", E5M2)
+MXFP8_E5M2_FLOOR = _mx("MXFP8_E5M2_FLOOR", E5M2, Scale.E8M0_FLOOR)
 MXFP6_E2M3 = _mx("MXFP6_E2M3", E2M3)
 MXFP6_E2M3_FLOOR = _mx("MXFP6_E2M3_FLOOR", E2M3, Scale.E8M0_FLOOR)
 MXFP6_E3M2 = _mx("MXFP6_E3M2", E3M2)
@@ -161,7 +163,7 @@ INT8_ROW = QuantSpec("INT8_ROW", INT8, (1, 0), Scale.FP32)
 SPECS = {
     spec.name: spec
     for spec in (
-        *(MXFP8, MXFP8_FLOOR, MXFP6_E2M3, MXFP6_E2M3_FLOOR, MXFP6_E3M2, MXFP6_E3M2_FLOOR, MXFP4, MXFP4_FLOOR),
+        *(MXFP8, MXFP8_FLOOR, MXFP8_E5M2, MXFP8_E5M2_FLOOR, MXFP6_E2M3, MXFP6_E2M3_FLOOR, MXFP6_E3M2, MXFP6_E3M2_FLOOR, MXFP4, MXFP4_FLOOR),
         *(NVFP4, NVFP4_2D, NVFP4_ROW, NVFP4_TETRAJET, NVFP4_POW2, NVFP4_SR, NVFP4_TETRAJET_SR, NVFP4_POW2_SR),
         *(NVFP4_46, NVFP4_POW2_46, NVFP4_EDEN, NVFP4_POW2_EDEN),
         *(FP8_TENSOR, FP8_ROW, FP8_BLOCK, FP8_BLOCK_2D, INT8_ROW),

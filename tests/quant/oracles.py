@@ -107,7 +107,7 @@ def tetrajet_nvfp4(x: Array) -> TwoLevel:
     outer = np.where(outer == 0, f(1), outer)
     scales = cast(amax / outer[..., None] / f(6), "E4M3")
     scales = np.where(scales == 0, f(2**-9), scales)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         inverse = np.minimum(f(1) / (outer[..., None] * scales), np.finfo(f).max)
     elements = cast(blocks * inverse[..., None], "E2M1").reshape(x.shape)
     return TwoLevel(elements, scales.reshape(x.shape[0], -1), outer)

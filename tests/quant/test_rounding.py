@@ -8,7 +8,7 @@ import torch
 from lowbit.quant.bits import divide, exponent_up, power_of_two, round_to_bf16
 from lowbit.quant.formats import E2M1, E4M3, ELEMENT_FORMATS, INT8, ElementFormat, decode
 from lowbit.quant.rounding import round_nearest, round_stochastic, round_up
-from tests.quant.oracles import FLOAT_FORMATS, all_bf16, cast, gfloat_round, same_bits, tensor, to_bf16
+from oracles import FLOAT_FORMATS, all_bf16, cast, gfloat_round, same_bits, tensor, to_bf16
 
 floats = pytest.mark.parametrize("fmt", FLOAT_FORMATS, ids=lambda f: f.name)
 every = pytest.mark.parametrize("fmt", ELEMENT_FORMATS, ids=lambda f: f.name)
