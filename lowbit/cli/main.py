@@ -15,7 +15,8 @@ import typer
 
 from lowbit.cli import complete, data, doctor, evaluate, generate, plan, pretrain, report, tokenizer, version
 from lowbit.cli.settings import TAKES_SETTINGS
-from lowbit.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, LowbitError
+from lowbit.cli.signals import EndingSignals
+from lowbit.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, LowbitError
 
 USAGE_ERROR: type[Exception] = cast(type[Exception], typer.BadParameter.__mro__[1])
 """What Typer raises for wrong options and arguments; only its subclasses are public."""
@@ -46,23 +47,43 @@ def main() -> None:
     """Entry point of the console script: run the command line and leave with its exit code."""
     if complete.answer_bash(os.environ):
         return
-    sys.exit(run(sys.argv[1:]))
+    signals = EndingSignals()
+    signals.watch()
+    sys.exit(run(sys.argv[1:], signals))
 
 
-def run(arguments: list[str]) -> int:
-    """Run one command; returns the exit code. Exceptions that are no LowbitError propagate."""
+def run(arguments: list[str], signals: EndingSignals | None = None) -> int:
+    """Run one command; returns the exit code. Exceptions that are no LowbitError propagate.
+
+    `signals` knows when an error is only what a library made of an interruption.
+    """
+    signals = signals or EndingSignals()
     try:
         result = build_app()(arguments, prog_name="lowbit", standalone_mode=False)
-    except LowbitError as error:
-        return _fail(str(error), error.exit_code)
-    except USAGE_ERROR as error:
-        return _usage(error)
     except (KeyboardInterrupt, typer.Abort):
+        signals.finish()
         return _fail("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:  # the reader of our output went away, as in `lowbit generate ... | head`
+    except Exception as error:
+        signals.finish()
+        if signals.came is not None and not isinstance(error, Interrupted):
+            return _fail(f"interrupted by {signals.came}", EXIT_INTERRUPTED)
+        return _explain(error)
+    signals.finish()
+    if result == EXIT_INTERRUPTED:  # Typer makes this of a KeyboardInterrupt
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    return result if isinstance(result, int) else 0
+
+
+def _explain(error: Exception) -> int:
+    """The line and the exit code for what a command raised; raises it again when it is a bug."""
+    if isinstance(error, LowbitError):
+        return _fail(str(error), error.exit_code)
+    if isinstance(error, USAGE_ERROR):
+        return _usage(error)
+    if isinstance(error, BrokenPipeError):  # the reader of our output went away, as in `lowbit generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    return result if isinstance(result, int) else 0
+    raise error
 
 
 def _usage(error: BaseException) -> int:

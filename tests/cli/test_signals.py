@@ -1,0 +1,75 @@
+"""A signal at any moment ends a command with 130 and one line, whatever libraries make of the interruption."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowbit.cli import main
+from lowbit.cli.signals import EndingSignals
+from lowbit.errors import LowbitError
+
+SLOW_PACKING = """
+import sys, time
+import lowbit.data.dataset
+from lowbit.cli.main import main
+
+def slow(config, report):
+    print("packing", flush=True)
+    time.sleep(60)
+
+lowbit.data.dataset.prepare_data = slow
+sys.argv = ["lowbit", "data", "pack"]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_training_begins(tmp_path: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_PACKING], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "packing\n"
+    for _ in range(3):  # schedulers repeat themselves
+        process.send_signal(number)
+        time.sleep(0.01)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "lowbit: error: interrupted\n"
+
+
+@pytest.mark.parametrize("made_of_it", [AttributeError("half-way"), LowbitError("a packing process died")])
+def test_what_a_library_makes_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], made_of_it: Exception
+) -> None:
+    def app(*arguments: object, **settings: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            raise made_of_it from None
+
+    monkeypatch.setattr(main, "build_app", lambda: app)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signals = EndingSignals()
+    try:
+        signals.watch()
+        assert main.run([], signals) == 130
+        os.kill(os.getpid(), signal.SIGTERM)  # the outcome is decided: nothing happens
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr().err == "lowbit: error: interrupted by SIGTERM\n"
+
+
+def test_a_bug_without_a_signal_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def app(*arguments: object, **settings: object) -> None:
+        raise AttributeError("a bug")
+
+    monkeypatch.setattr(main, "build_app", lambda: app)
+    with pytest.raises(AttributeError, match="a bug"):
+        main.run([])
