@@ -1,11 +1,14 @@
 """`lowbit generate`: text from a run's checkpoint, printed as it comes."""
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from lowbit.errors import ConfigError
 
 REPLACEMENT = "\ufffd"
 
@@ -29,29 +32,47 @@ def generate(
 ) -> None:
     """Generate text with a trained model."""
     from lowbit.infer.engine import Generator
+    from lowbit.trainer.memory import explain_out_of_memory
     from lowbit.trainer.run import load_run
 
-    text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = load_run(run, checkpoint, device)
-    tokenizer = loaded.tokenizer
-    ids = [tokenizer.eot_id, *tokenizer.encode(text)]
-    generator = Generator(loaded.model, tokenizer.eot_id)
-    if stream and num_samples == 1:
-        tokens = generator.stream(
-            ids, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    with explain_out_of_memory(lambda: "out of memory: fewer --num-samples or --max-tokens, or --device cpu"):
+        text = _text(prompt)
+        loaded = load_run(run, checkpoint, device)
+        tokenizer = loaded.tokenizer
+        ids = [tokenizer.eot_id, *tokenizer.encode(text)]
+        longest = loaded.config.model.max_sequence
+        if len(ids) >= longest:
+            raise ConfigError(
+                f"the prompt has {len(ids)} tokens, its separator included, and model.max_sequence={longest} leaves no "
+                "room for another: shorten the prompt"
+            )
+        max_tokens = min(max_tokens, longest - len(ids))
+        generator = Generator(loaded.model, tokenizer.eot_id)
+        if stream and num_samples == 1:
+            tokens = generator.stream(
+                ids, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+            )
+            print(text, end="", flush=True)
+            for piece in pieces(tokens, tokenizer.decode, ids):
+                print(piece, end="", flush=True)
+            print()
+            return
+        completions = generator.generate(
+            [ids] * num_samples, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
-        print(text, end="", flush=True)
-        for piece in pieces(tokens, tokenizer.decode, ids):
-            print(piece, end="", flush=True)
-        print()
-        return
-    completions = generator.generate(
-        [ids] * num_samples, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )
-    for number, completion in enumerate(completions, start=1):
-        if num_samples > 1:
-            print(f"--- sample {number} of {num_samples}")
-        print(text + "".join(pieces(completion.tokens, tokenizer.decode, ids)))
+        for number, completion in enumerate(completions, start=1):
+            if num_samples > 1:
+                print(f"--- sample {number} of {num_samples}")
+            print(text + "".join(pieces(completion.tokens, tokenizer.decode, ids)))
+
+
+def _text(prompt: str) -> str:
+    """The prompt's text, from standard input when it is "-". Raises ConfigError when it is not UTF-8."""
+    try:
+        data = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+        return data.decode("utf-8")
+    except UnicodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8 ({error}): convert it, for example with iconv") from None
 
 
 def pieces(tokens: Iterable[int], decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> Iterator[str]:

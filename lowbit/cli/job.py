@@ -207,7 +207,9 @@ def _under_hydra(job: Callable[[Any], None], arguments: Sequence[str]) -> None:
         except KeyboardInterrupt:
             raise Interrupted("interrupted; the same command goes on from the newest checkpoint") from None
         except OSError as error:
-            raise LowbitError(f"{error.filename}: the run's folder cannot be written ({error.strerror})") from error
+            where = f"{error.filename}: " if error.filename else ""  # a full disk shows in a write, which has no name
+            what = f"{where}the run's folder cannot be written ({error.strerror or error})"
+            raise LowbitError(f"{what}: free some space, or choose another place with hydra.run.dir") from error
 
 
 @contextmanager

@@ -18,7 +18,9 @@ def plan(
     overrides: Overrides = None,
     memory_gb: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Memory of the GPU to plan for, in GiB; without it, this machine's device."),
+        typer.Option(
+            min=0.1, max=1e6, help="Memory of the GPU to plan for, in GiB; without it, this machine's device."
+        ),
     ] = None,
 ) -> None:
     """Print parameters, FLOPs a token, memory by part, the largest micro-batch that fits, and the run's length."""
@@ -84,21 +86,11 @@ def _device(config: "RunConfig", memory_gb: float | None) -> tuple[str, int, int
 
     if memory_gb is not None:
         return "a GPU", int(memory_gb * GIB), 4 if config.precision.compute is ComputeDtype.fp32 else 2
-    from lowbit.trainer.hardware import compute_dtype, device_name, pick_device
+    from lowbit.trainer.hardware import compute_dtype, device_memory, device_name, pick_device
 
     device = pick_device(config.device)
     dtype = compute_dtype(config.precision, device)
-    return device_name(device), _memory(device.type, device.index), dtype.itemsize
-
-
-def _memory(kind: str, index: int | None) -> int:
-    if kind == "cuda":
-        import torch
-
-        return int(torch.cuda.get_device_properties(index or 0).total_memory)
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return device_name(device), device_memory(device), dtype.itemsize
 
 
 def _vocab_size(config: "RunConfig") -> int:

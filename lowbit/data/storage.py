@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lowbit.errors import DataError
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEMPORARY = ".tmp"
 
 
@@ -51,7 +51,7 @@ def atomic_write(path: Path, pieces: Iterable[bytes | memoryview], needed: int |
 
 def write_error(path: Path, error: OSError, needed: int = 0) -> DataError:
     """The message for a file that could not be written."""
-    if error.errno not in _DISK_FULL:
+    if error.errno not in DISK_FULL:
         return DataError(f"cannot write {path}: {error.strerror or error}; choose another place with data.cache_dir")
     try:
         free = f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB free"

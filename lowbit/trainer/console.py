@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -30,6 +31,23 @@ SHOWN = {
     "lr": ("lr", "{:.3g}"),
 }
 """Columns of the bar and of a line: key of the row -> label and format."""
+
+
+class RunLog(logging.FileHandler):
+    """run.log; one that cannot be written any more (a full disk) is said once, and never stops a run."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say it, where the library would print a traceback for each record."""
+        if not self.failed:
+            self.failed = True
+            print(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]})", file=sys.stderr)
+
+    def close(self) -> None:
+        """Close the file; what it still held is lost when it cannot be written."""
+        with suppress(OSError):
+            super().close()
 
 
 class Console:
@@ -64,7 +82,7 @@ class Console:
                 self._muted.append(handler)
         if run_dir is not None and not any(_writes(handler, run_dir / "run.log") for handler in self._others()):
             run_dir.mkdir(parents=True, exist_ok=True)
-            file = logging.FileHandler(run_dir / "run.log", encoding="utf-8")
+            file = RunLog(run_dir / "run.log", encoding="utf-8")
             file.setFormatter(logging.Formatter(LOG_FORMAT))
             self._handlers.append(file)
         self._handlers.append(_Screen(self))

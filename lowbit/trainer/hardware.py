@@ -55,13 +55,25 @@ def pick_device(name: str) -> torch.device:
     """`auto` is the first GPU, or the CPU where there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
+        raise ConfigError(f"device={name}: must be auto, cpu, cuda or cuda:N; cuda:0 would work")
     device = torch.device(name)
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("device=cuda, but PyTorch sees no CUDA device: set device=cpu, or see `lowbit doctor`")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise ConfigError(f"device={name}, but PyTorch sees no CUDA device: set device=cpu, or see `lowbit doctor`")
         device = torch.device("cuda", device.index or 0)
+        if device.index >= count:
+            raise ConfigError(f"device={name}, but the CUDA devices here are 0 to {count - 1}: see `lowbit doctor`")
         torch.cuda.set_device(device)
     return device
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory, or of this machine's for the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:

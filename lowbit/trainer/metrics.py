@@ -11,6 +11,7 @@ quiet with one warning. Only a package that is not installed is an error, at the
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,7 +64,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Finish all sinks; safe to call twice."""
-        self._file.close()
+        with suppress(OSError):  # a row that could not be written has been reported
+            self._file.close()
         while self._sinks:
             self._sinks.pop().close()
 

@@ -7,6 +7,7 @@ evaluation. Everything a run leaves is in its folder: config.yaml, metrics.jsonl
 import logging
 import platform
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from lowbit.configs.schema import RunConfig
 from lowbit.configs.stored import load_config, save_config
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, Loader
+from lowbit.data.storage import DISK_FULL
 from lowbit.data.tokenizer import Tokenizer, load_tokenizer
-from lowbit.errors import CheckpointError, OutOfMemoryError
+from lowbit.errors import CheckpointError, LowbitError
 from lowbit.infer.engine import Generator
 from lowbit.models.cost import flops_per_token
 from lowbit.models.probe import softmax_saturation
@@ -33,6 +35,7 @@ from lowbit.trainer.guard import SpikeScore
 from lowbit.trainer.hardware import (
     MFU_FORMULA,
     compute_dtype,
+    device_memory,
     device_name,
     fast_bf16,
     peak_flops,
@@ -41,6 +44,7 @@ from lowbit.trainer.hardware import (
 )
 from lowbit.trainer.lock import RunLock
 from lowbit.trainer.loop import Hooks, Position, Trainer
+from lowbit.trainer.memory import explain_out_of_memory, what_to_change
 from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog
 from lowbit.trainer.objective import NextToken
@@ -77,9 +81,15 @@ def pretrain(config: RunConfig, run_dir: Path) -> RunResult:
     with RunLock(run_dir):
         run = Pretraining(config, run_dir)
         try:
-            return run.execute()
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(_out_of_memory_advice(config, run.device)) from error
+            with explain_out_of_memory(run.out_of_memory):
+                return run.execute()
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise LowbitError(
+                f"{error.filename or run_dir} cannot be written ({error.strerror}); checkpoints are intact: free some "
+                "space, and the same command goes on from the newest"
+            ) from error
         finally:
             run.close()
 
@@ -148,6 +158,20 @@ class Pretraining:
         if self.log is not None:
             self.log.close()
         self.console.close()
+
+    def out_of_memory(self) -> str:
+        """What to say and to change when memory ran out."""
+        config = self.config
+        vocab_size = config.data.tokenizer.vocab_size if self.loader is None else self.data.tokenizer.vocab_size
+        with suppress(CheckpointError):  # one that failed is not in the list
+            self.store.wait()
+        change = what_to_change(config, vocab_size, self.dtype.itemsize, device_memory(self.device))
+        saved = "; the newest checkpoint is intact and the same command goes on from it" if self.store.list() else ""
+        return (
+            f"{device_name(self.device)} ran out of memory at batch.micro_batch={config.batch.micro_batch}, "
+            f"data.sequence_length={config.data.sequence_length}, engine.recompute={config.engine.recompute.value}: "
+            f"{change} (`lowbit plan` with the same overrides says what takes how much){saved}"
+        )
 
     # Building -------------------------------------------------------------------------------------------------
 
@@ -364,21 +388,6 @@ def build_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: 
     with torch.device("meta"):
         model = Transformer(config.model, vocab_size, dtype)
     return model.to_empty(device=device)
-
-
-def _out_of_memory_advice(config: RunConfig, device: torch.device) -> str:
-    micro_batch, recompute = config.batch.micro_batch, config.engine.recompute
-    advice = [f"batch.micro_batch={micro_batch // 2}"] if micro_batch > 1 else ["data.sequence_length (shorter)"]
-    advice += {
-        "none": ["engine.recompute=selective", "engine.recompute=full"],
-        "selective": ["engine.recompute=full"],
-    }.get(recompute.value, [])
-    return (
-        f"{device_name(device)} ran out of memory at batch.micro_batch={micro_batch}, "
-        f"data.sequence_length={config.data.sequence_length}, engine.recompute={recompute.value}: "
-        f"try {' or '.join(advice)} (`lowbit plan` with the same overrides says what fits); "
-        "the last checkpoint is intact and resume=auto goes on from it"
-    )
 
 
 def dataset_of(run: LoadedRun) -> Dataset:

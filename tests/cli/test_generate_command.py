@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.cli.generate import generate, pieces
-from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema import ModelConfig, RunConfig
 from lowbit.data.tokenizer import bytes_tokenizer
+from lowbit.errors import ConfigError
 from lowbit.infer.engine import Generator
 from lowbit.trainer import run
 
@@ -79,3 +80,27 @@ def test_text_is_printed_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "stdout", printed)
     generate(Path("run"), prompt="x", top_k=None)
     assert seen == ["x", "xa", "xab"] and printed.getvalue() == "xabc\n"
+
+
+def test_a_prompt_longer_than_the_model_and_more_tokens_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def stream(self: Generator, prompt: list[int], **settings: object) -> Iterator[int]:
+        asked.append(settings["max_new_tokens"])
+        return iter(b"abc")
+
+    config = RunConfig(model=ModelConfig(max_sequence=8))
+    loaded = SimpleNamespace(model=None, tokenizer=bytes_tokenizer(), config=config)
+    monkeypatch.setattr(run, "load_run", lambda *arguments: loaded)
+    monkeypatch.setattr(Generator, "stream", stream)
+    generate(Path("run"), prompt="123456", top_k=None)
+    assert asked == [1], "the separator, six bytes, and one more"
+    with pytest.raises(ConfigError, match=r"8 tokens.*max_sequence=8.*shorten the prompt"):
+        generate(Path("run"), prompt="1234567", top_k=None)
+
+
+def test_a_prompt_that_is_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    for prompt in ("-", "caf\udce9"):  # from standard input, and as Python reads such an argument
+        with pytest.raises(ConfigError, match="not UTF-8"):
+            generate(Path("run"), prompt=prompt, top_k=None)

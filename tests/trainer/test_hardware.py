@@ -3,8 +3,18 @@
 import pytest
 import torch
 
+from lowbit.errors import ConfigError
 from lowbit.trainer import hardware
-from lowbit.trainer.hardware import MFU_FORMULA, device_name, fast_bf16, memory_gib, mfu, peak_flops, peak_of
+from lowbit.trainer.hardware import (
+    MFU_FORMULA,
+    device_name,
+    fast_bf16,
+    memory_gib,
+    mfu,
+    peak_flops,
+    peak_of,
+    pick_device,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +83,16 @@ def test_on_the_gpu() -> None:
     assert peak_flops(device, torch.float32) is None
     assert memory_gib(device) >= 0
     assert fast_bf16(device) == (torch.cuda.get_device_capability(device)[0] >= 8)
+
+
+def test_devices_that_are_none_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tpu", "", "cuda:x", "cuda:-1", "meta"):
+        with pytest.raises(ConfigError, match=f"^device={name}: must be auto, cpu, cuda or cuda:N"):
+            pick_device(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device=cuda:1, but PyTorch sees no CUDA device"):
+        pick_device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="device=cuda:2, but the CUDA devices here are 0 to 1"):
+        pick_device("cuda:2")

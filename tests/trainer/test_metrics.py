@@ -145,7 +145,7 @@ def test_wandb_never_stops_a_run(tmp_path: Path, case: str) -> None:
     assert len(warnings) == (0 if case == "offline" else 2), result.stderr  # once a process start
     run_id = (tmp_path / "run" / "wandb_id").read_text().strip()
     folders = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
-    assert folders and all(folder.name.endswith(run_id) for folder in folders)
+    assert folders and all(run_id in folder.name for folder in folders)  # two in a second get a number behind it
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 

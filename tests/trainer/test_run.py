@@ -323,3 +323,19 @@ def test_no_cuda(tiny_run: RunConfig, tmp_path: Path) -> None:
         pytest.skip("there is a CUDA device")
     with pytest.raises(ConfigError, match="device=cpu"):
         pretrain(replace(tiny_run, device="cuda"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "run.log"])
+def test_a_disk_that_is_full_for_a_small_file(
+    tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    """/dev/full takes no byte. Without metrics a run cannot go on; without its log it does."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / file).symlink_to("/dev/full")
+    if file == "metrics.jsonl":
+        with pytest.raises(LowbitError, match=r"cannot be written \(No space left on device\).*free some space"):
+            pretrain(tiny_run, run_dir)
+        (run_dir / file).unlink()
+    assert pretrain(tiny_run, run_dir).step == 6
+    assert capsys.readouterr().err.count("run.log cannot be written") == (file == "run.log")
