@@ -1,5 +1,6 @@
 """`lowbit data`: pack the sources of a configuration, and look into what was packed."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ def pack(overrides: Overrides = None) -> None:
     print(f"ready: {dataset.train_tokens:,} training and {dataset.val_tokens:,} held-out tokens")
     for source in dataset.sources:
         print(f"  {source.name}: {source.share:.1%} of samples, {source.sequences:,} sequences an epoch")
-    print(f"next: lowbit pretrain {' '.join(overrides or [])}".rstrip())
+    print(f"next: lowbit pretrain {shlex.join(overrides or [])}".rstrip())
 
 
 @app.command("inspect")

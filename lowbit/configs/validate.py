@@ -192,7 +192,10 @@ def _nearest_divisor(number: int, wish: int) -> int:
 
 
 def _rope(config: RunConfig) -> None:
-    r, key = config.model.rope, "model.rope"
+    m, r, key = config.model, config.model.rope, "model.rope"
+    if r.scaling is RopeScaling.ntk and (m.head_dim or m.width // m.heads) == 2:
+        why = "the base of a single pair does not matter, so there is nothing to stretch"
+        raise _refuse(config, f"{key}.scaling", why=why, works=f"model.head_dim=4 or {key}.scaling=linear would work")
     if r.scaling is RopeScaling.none and r.factor != 1:
         works = f"{key}.scaling=yarn (or linear, ntk, llama3) or {key}.factor=1 would work"
         raise _refuse(config, f"{key}.factor", f"{key}.scaling", why="the factor would do nothing", works=works)

@@ -29,7 +29,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from lowbit.configs.schema import DataConfig
+from lowbit.configs.schema import DataConfig, SourceKind
 from lowbit.data.shards import (
     FORMAT,
     MANIFEST,
@@ -93,7 +93,7 @@ def _pack(
 ) -> None:
     settings = PackSettings(str(folder), split_threshold(config.held_out), config.shard_tokens)
     parts = _pack_parts(settings, listing, tokenizer, config, report)
-    adjusted = _fill_empty_side(parts, settings, listing.name)
+    adjusted = _fill_empty_side(parts, settings, listing)
     if adjusted != settings:
         settings = adjusted
         parts = _pack_parts(settings, listing, tokenizer, config, report)
@@ -231,7 +231,7 @@ class _Progress:
         return int(max(0, total - self.text) * (self.stored / self.text if self.text else 1.0))
 
 
-def _fill_empty_side(parts: list[_Part], settings: PackSettings, name: str) -> PackSettings:
+def _fill_empty_side(parts: list[_Part], settings: PackSettings, listing: Listing) -> PackSettings:
     """Move the threshold by as little as puts one document (and its duplicates) on an empty side."""
     count = {split: sum(p.note[split]["documents"] for p in parts) for split in SPLITS}
     if all(count.values()):
@@ -239,9 +239,12 @@ def _fill_empty_side(parts: list[_Part], settings: PackSettings, name: str) -> P
     lowest = min(p.note["lowest"] for p in parts)
     highest = max(p.note["highest"] for p in parts)
     if lowest == highest:
+        name = listing.name
+        files = listing.config.kind is SourceKind.files
+        cut = f", or cut a long text file with data.sources.{name}.document_bytes" if files else ""
         raise DataError(
             f"data source {name!r} has only one document or copies of one, and training and evaluation need one each; "
-            f"add documents, or cut a long text file with data.sources.{name}.document_bytes"
+            f"add documents{cut}"
         )
     threshold = lowest + 1 if count["val"] == 0 else highest
     return PackSettings(settings.folder, threshold, settings.shard_tokens)

@@ -142,7 +142,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"cannot read {path}: {error}; " + _REPACK.format(folder=folder)) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{path} is not of format {FORMAT}; " + _REPACK.format(folder=folder))
+    try:
+        _require_fields(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{path} was edited or damaged: {type(error).__name__} {error}"
+        raise DataError(f"{what}; {_REPACK.format(folder=folder)}") from error
     return manifest
+
+
+def _require_fields(manifest: dict[str, Any]) -> None:
+    """Look at every field that readers use, so that a missing or odd one shows here and nowhere later."""
+    for field in ("tokenizer_digest", "content_sha256"):
+        manifest[field]
+    int(manifest["vocab_size"])
+    expected_files(manifest)
+    for split in SPLITS:
+        int(manifest[split]["bytes"]) + sum(int(shard["max_id"]) for shard in manifest[split]["shards"])
 
 
 def documents_file(split: str) -> str:

@@ -139,7 +139,10 @@ class Tokenizer:
 
     def _is_in(self, folder: Path) -> bool:
         note, file = folder / "lowbit.json", folder / "tokenizer.json"
-        same_note = note.is_file() and _read_json(note).get("digest") == self.digest
+        try:
+            same_note = note.is_file() and _read_json(note).get("digest") == self.digest
+        except DataError:  # damaged: written anew
+            return False
         return same_note and (self.definition is None or (file.is_file() and file.read_bytes() == self.definition))
 
     def _write(self, folder: Path) -> None:

@@ -176,8 +176,9 @@ class CheckpointStore:
     def load(self, which: str | Path = "latest", *, weights_only: bool = False) -> Snapshot:
         """Read a checkpoint, verified against its hashes; tensors are on the CPU.
 
-        `which` is "latest", a step's folder, or a folder of checkpoints or of a run, whose newest is meant. A damaged
-        newest one falls back to the one before it, and says so; a checkpoint asked for by its own name does not.
+        `which` is "latest", a step's folder (the bare name `step_00000250` is looked for in this store too), or a
+        folder of checkpoints or of a run, whose newest is meant. A damaged newest one falls back to the one before it,
+        and says so; a checkpoint asked for by its own name does not.
         `weights_only` leaves the optimizer's state out.
 
         Raises:
@@ -186,6 +187,8 @@ class CheckpointStore:
         if which == "latest":
             return self._load_newest(weights_only)
         path = Path(which)
+        if not path.exists() and path.name == str(which) and (self.folder / which).is_dir():
+            path = self.folder / which
         if (path / MANIFEST).exists() or path.name.startswith("step_"):
             return read_snapshot(path, weights_only)
         for folder in (path / "checkpoints", path):

@@ -35,6 +35,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"model.width": 12}, ["model.width=12", "model.heads=4", "even"]),
     ({"model.head_dim": 63}, ["model.head_dim=63", "even"]),
     ({"model.rope.factor": 4.0}, ["model.rope.factor=4", "model.rope.scaling=none"]),
+    ({"model.rope.scaling": "ntk", "model.head_dim": 2}, ["model.rope.scaling=ntk", "model.head_dim=4"]),
     ({"model.rope.scaling": "llama3", "model.rope.low_freq_factor": 8.0}, ["low_freq_factor=8", "high_freq_factor=4"]),
     ({"model.rope.scaling": "yarn", "model.rope.beta_slow": 64.0}, ["beta_slow=64", "beta_fast=32"]),
     ({"data.sequence_length": 4096}, ["data.sequence_length=4096", "model.max_sequence=2048"]),

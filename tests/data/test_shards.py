@@ -77,6 +77,23 @@ def test_missing_file_and_manifest(folder: Path) -> None:
         open_packed(folder)
 
 
+@pytest.mark.parametrize("field", ["train", "dtype", "tokenizer_digest", "vocab_size", "content_sha256", "val.shards"])
+@pytest.mark.parametrize("damage", ["missing", "odd"])
+def test_an_edited_manifest(folder: Path, field: str, damage: str) -> None:
+    path = folder / MANIFEST
+    manifest = json.loads(path.read_text())
+    *parents, last = field.split(".")
+    place = manifest[parents[0]] if parents else manifest
+    place.pop(last)
+    if damage == "odd":
+        place[last] = [None]
+    path.write_text(json.dumps(manifest))
+    if damage == "odd" and field in ("tokenizer_digest", "content_sha256"):
+        return  # any value may stand there; the first is compared with the tokenizer's
+    with pytest.raises(DataError, match=r"manifest\.json was edited or damaged.*pack it anew"):
+        open_packed(folder)
+
+
 def test_a_copy_is_verified_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy, copy_function=shutil.copy)  # new modification times

@@ -156,3 +156,10 @@ def test_errors(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(text + " ")
     with pytest.raises(DataError, match="edited"):
         load_tokenizer(tmp_path)
+
+
+def test_a_damaged_note_is_written_anew(tmp_path: Path) -> None:
+    bytes_tokenizer().save(tmp_path / "t")
+    (tmp_path / "t" / "lowbit.json").write_text("{")
+    bytes_tokenizer().save(tmp_path / "t")
+    assert load_tokenizer(tmp_path / "t").digest == bytes_tokenizer().digest

@@ -343,6 +343,15 @@ def test_killed_at_every_operation_on_the_folder(tmp_path: Path) -> None:
     assert newest == sorted(newest) and newest[0] == 2 and newest[-1] == 3
 
 
+def test_a_checkpoint_by_its_bare_name(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, FOREGROUND)
+    for step in (1, 2):
+        store.save(Snapshot(step, {"b": torch.full((1,), float(step))}, {}, None, {}))
+    assert store.load("step_00000001").step == 1 and store.load("latest").step == 2
+    with pytest.raises(CheckpointError, match="step_00000003"):
+        store.load("step_00000003")
+
+
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     ends = _writer(tmp_path, "random", random.Random(0).randrange(1000))
     assert {end["status"] for end in ends} == {signal.SIGKILL}
