@@ -163,7 +163,18 @@ INT8_ROW = QuantSpec("INT8_ROW", INT8, (1, 0), Scale.FP32)
 SPECS = {
     spec.name: spec
     for spec in (
-        *(MXFP8, MXFP8_FLOOR, MXFP8_E5M2, MXFP8_E5M2_FLOOR, MXFP6_E2M3, MXFP6_E2M3_FLOOR, MXFP6_E3M2, MXFP6_E3M2_FLOOR, MXFP4, MXFP4_FLOOR),
+        *(
+            MXFP8,
+            MXFP8_FLOOR,
+            MXFP8_E5M2,
+            MXFP8_E5M2_FLOOR,
+            MXFP6_E2M3,
+            MXFP6_E2M3_FLOOR,
+            MXFP6_E3M2,
+            MXFP6_E3M2_FLOOR,
+            MXFP4,
+            MXFP4_FLOOR,
+        ),
         *(NVFP4, NVFP4_2D, NVFP4_ROW, NVFP4_TETRAJET, NVFP4_POW2, NVFP4_SR, NVFP4_TETRAJET_SR, NVFP4_POW2_SR),
         *(NVFP4_46, NVFP4_POW2_46, NVFP4_EDEN, NVFP4_POW2_EDEN),
         *(FP8_TENSOR, FP8_ROW, FP8_BLOCK, FP8_BLOCK_2D, INT8_ROW),

@@ -1,7 +1,8 @@
 """Oracles written apart from lowbit: numpy with ml_dtypes' casts (C++), gfloat (Python), torchao (PyTorch).
 
-Everything takes and returns numpy arrays. FP32 arithmetic is numpy's (IEEE, no contraction); where an order of operations
-matters it is spelled out here once more from the papers' and libraries' descriptions, not imported from lowbit.
+Everything takes and returns numpy arrays. FP32 arithmetic is numpy's (IEEE, no contraction); where an order of
+operations matters it is spelled out here once more from the papers' and libraries' descriptions, not imported from
+lowbit.
 """
 
 from dataclasses import dataclass

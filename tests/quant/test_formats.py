@@ -5,9 +5,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from oracles import FLOAT_FORMATS, GFLOAT, ML_DTYPES
 
 from lowbit.quant.formats import E8M0, INT8, ElementFormat, decode, decode_e8m0, encode, encode_e8m0
-from oracles import FLOAT_FORMATS, GFLOAT, ML_DTYPES
 
 floats = pytest.mark.parametrize("fmt", FLOAT_FORMATS, ids=lambda f: f.name)
 

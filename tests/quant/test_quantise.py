@@ -193,7 +193,9 @@ def test_fp8_blocks_have_the_smallest_power_of_two_that_fits(spec: QuantSpec, ro
     got = quantise(tensor(x, torch.bfloat16), spec)
     assert torch.equal(got.scales.double(), torch.from_numpy(scale.reshape(got.scales.shape)))
     assert torch.equal(got.dequantise().double(), torch.from_numpy(want.reshape(x.shape)))
-    cast_by_torch = (torch.from_numpy(blocks / scale).float()).to(torch.float8_e4m3fn).double() * torch.from_numpy(scale)
+    cast_by_torch = (torch.from_numpy(blocks / scale).float()).to(torch.float8_e4m3fn).double() * torch.from_numpy(
+        scale
+    )
     assert torch.equal(got.dequantise().double(), cast_by_torch.reshape(x.shape))
 
 

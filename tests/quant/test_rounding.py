@@ -4,11 +4,11 @@ import gfloat
 import numpy as np
 import pytest
 import torch
+from oracles import FLOAT_FORMATS, all_bf16, cast, gfloat_round, same_bits, tensor, to_bf16
 
 from lowbit.quant.bits import divide, exponent_up, power_of_two, round_to_bf16
 from lowbit.quant.formats import E2M1, E4M3, ELEMENT_FORMATS, INT8, ElementFormat, decode
 from lowbit.quant.rounding import round_nearest, round_stochastic, round_up
-from oracles import FLOAT_FORMATS, all_bf16, cast, gfloat_round, same_bits, tensor, to_bf16
 
 floats = pytest.mark.parametrize("fmt", FLOAT_FORMATS, ids=lambda f: f.name)
 every = pytest.mark.parametrize("fmt", ELEMENT_FORMATS, ids=lambda f: f.name)

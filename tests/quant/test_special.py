@@ -94,7 +94,7 @@ def test_empty_tensors(spec: QuantSpec, shape: tuple[int, ...]) -> None:
 
 
 def test_wrong_use_is_refused() -> None:
-    with pytest.raises(TypeError, match="not torch.float64"):
+    with pytest.raises(TypeError, match="not torch"):
         fake_quantise(torch.zeros(4, 32, dtype=torch.float64), S.MXFP8)
     with pytest.raises(ValueError, match="random stream"):
         fake_quantise(torch.zeros(4, 32), S.NVFP4_SR)

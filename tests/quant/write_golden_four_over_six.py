@@ -22,7 +22,9 @@ def main() -> None:
         units = values.double() * 1536 / x.abs().amax().double()  # element x block scale: multiples of 2**-10
         golden[rule] = [round(v * 1024) / 1024 for v in units.flatten().tolist()]
         assert (units.flatten() - torch.tensor(golden[rule], dtype=torch.float64)).abs().max() < 1e-3
-    Path(__file__).with_name("golden_four_over_six.json").write_text(json.dumps(golden, separators=(",", ":")), encoding="utf-8")
+    Path(__file__).with_name("golden_four_over_six.json").write_text(
+        json.dumps(golden, separators=(",", ":")), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
