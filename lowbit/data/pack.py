@@ -44,7 +44,7 @@ from lowbit.data.shards import (
 from lowbit.data.sources import Listing, list_source, read_documents
 from lowbit.data.storage import atomic_write, folder_lock, remove_leftovers
 from lowbit.data.tokenizer import Tokenizer
-from lowbit.data.worker import PackSettings, pack_part, record_path, start_worker, work
+from lowbit.data.worker import PackSettings, deaf_to_ctrl_c, pack_part, record_path, start_worker, work
 from lowbit.errors import ConfigError, DataError
 
 _PART_BYTES = 1 << 20
@@ -179,7 +179,8 @@ def _pack_parts(
                 pack_part(tokenizer, settings, index, chunk, needed)
                 collect(index)
             else:
-                waiting.append((index, pool.submit(work, settings, index, chunk, needed)))
+                with deaf_to_ctrl_c():  # a submission may start a process
+                    waiting.append((index, pool.submit(work, settings, index, chunk, needed)))
             while len(waiting) > workers + 1:
                 done, future = waiting.popleft()
                 future.result()

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,19 @@ class _Worker:
 
 def start_worker(tokenizer: Tokenizer) -> None:
     """Prepare a packing process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     limit_threads_to_one()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _Worker.tokenizer = tokenizer
+
+
+@contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes started inside never see Ctrl-C, not even while they import; for this one it comes a moment later."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:

@@ -42,6 +42,34 @@ def test_before_training_begins(tmp_path: Path, number: signal.Signals) -> None:
     assert err == "lowbit: error: interrupted\n"
 
 
+def test_ctrl_c_reaches_packing_processes_too(tmp_path: Path) -> None:
+    """A terminal tells the whole group. The workers are hit while they start, and only the parent answers."""
+    (tmp_path / "text.txt").write_text("a line of text\n" * 500_000)
+    overrides = ["data=files", "data.sources.files.path=text.txt", "data.tokenizer.kind=bytes", "data.pack_workers=2"]
+    command = [sys.executable, "-m", "lowbit", "data", "pack", *overrides]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while len(workers(process.pid)) < 2:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == "lowbit: error: interrupted\n"
+
+
+def workers(pid: int) -> list[str]:
+    """The packing processes that a process has started and in which Python, importing, has its Ctrl-C handler."""
+    found = []
+    for child in (Path("/proc") / str(pid) / "task" / str(pid) / "children").read_text().split():
+        try:
+            command, status = ((Path("/proc") / child / name).read_text() for name in ("cmdline", "status"))
+        except OSError:
+            continue
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+        if "spawn_main" in command and caught >> (signal.SIGINT - 1) & 1:
+            found.append(child)
+    return found
+
+
 @pytest.mark.parametrize("made_of_it", [AttributeError("half-way"), LowbitError("a packing process died")])
 def test_what_a_library_makes_of_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], made_of_it: Exception
