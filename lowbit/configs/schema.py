@@ -388,7 +388,8 @@ class RunConfig:
     max_minutes: float | None = None
     """The run ends at whichever limit comes first; at least one is needed."""
     resume: str = "auto"
-    """auto: go on from the newest good checkpoint in the run's folder, if any; none: start anew, refused where there are some; or a path."""
+    """auto: go on from the newest good checkpoint in the run's folder, if any;
+    none: start anew, refused where there are some; or a path."""
     resume_allow: list[ResumeDifference] = field(default_factory=list)
     """Differences accepted when resuming: any of tokenizer, data, model."""
     model: ModelConfig = field(default_factory=ModelConfig)
