@@ -1,7 +1,7 @@
 """Block quantisers: codes and scales bit for bit against torchao, numpy with ml_dtypes' casts, and torch's own casts.
 
-torchao clamps an NVFP4 block scale to at least 2**-6 and replaces the multiplier of an all-but-zero MX block by 1; where
-it is the oracle, the data stay clear of both, and test_special.py covers those blocks.
+torchao clamps an NVFP4 block scale to at least 2**-6 and replaces the multiplier of an all-but-zero MX block by 1; as
+it is the oracle here, the data stay clear of both, and test_special.py covers those blocks.
 """
 
 from dataclasses import replace
