@@ -311,3 +311,6 @@ def _tokenizer(config: RunConfig) -> None:
     if t.kind is TokenizerKind.bytes and t.path:
         works = f"{kind}=file would work, or {path}=\"''\""
         raise _refuse(config, path, kind, why="bytes need no file", works=works)
+    if t.eot is not None and t.kind is not TokenizerKind.file:
+        works = f"{key}.eot=null would work"
+        raise _refuse(config, f"{key}.eot", kind, why="this kind has an end-of-text token of its own", works=works)

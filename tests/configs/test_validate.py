@@ -51,6 +51,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
         {"batch.warmup": [{"until_tokens": 9, "sequences": 16}, {"until_tokens": 9, "sequences": 16}]},
         ["batch.warmup.1.until_tokens=9", "after 9"],
     ),
+    ({"data.tokenizer.eot": "</s>"}, ["data.tokenizer.eot=</s>", "data.tokenizer.kind=bpe"]),
     ({"max_steps": None}, ["max_steps=null", "max_tokens=null", "max_minutes=null"]),
     ({"deterministic": True, "max_minutes": 1.0}, ["deterministic=true", "max_minutes=1"]),
     ({"resume": "/nowhere/step-7"}, ["resume=/nowhere/step-7", "no such"]),
