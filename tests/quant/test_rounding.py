@@ -94,7 +94,7 @@ def test_stochastic_counts_are_the_fraction(fmt: ElementFormat) -> None:
     noise = torch.arange(1 << 16, dtype=torch.int32)
     for i in intervals:
         low, high = points[i], points[i + 1]
-        x = torch.tensor(low + (high - low) * (np.arange(64) + 0.5) / 64, dtype=torch.float32)
+        x = torch.tensor(low + (high - low) * (np.arange(64) + 1 / 3) / 64, dtype=torch.float32)
         for sign in (1, -1):
             for point in x[:: 1 if fmt is E2M1 else 8]:
                 q = round_stochastic((sign * point).expand(1 << 16), fmt, noise).double()

@@ -40,6 +40,8 @@ def test_nan_and_infinity_make_their_block_nan_and_nothing_else(spec: QuantSpec,
     rows, columns = reach(spec)
     y = fake_quantise(x, spec, stream())
     assert y[17, 200].isnan()
+    outer = quantise(x, spec, stream()).outer
+    assert outer is None or not outer.isinf().any()
     top, left = 17 // rows * rows, 200 // columns * columns
     outside = torch.ones(256, 512, dtype=torch.bool)
     outside[top : top + rows, left : left + columns] = False
@@ -57,6 +59,8 @@ def test_zero_blocks_stay_zero_with_their_signs(spec: QuantSpec) -> None:
     for z in (x, torch.zeros(256, 512), -torch.zeros(256, 512)):
         y = fake_quantise(z, spec, stream())
         assert y.isfinite().all()
+        if spec.scale is Scale.FP32 and not z.any():
+            assert (quantise(z, spec).scales == 1).all()
         assert (y[z == 0] == 0).all()
         if not spec.element.integer:
             assert torch.equal(y.signbit()[z == 0], z.signbit()[z == 0])
