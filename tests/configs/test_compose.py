@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from lowbit.configs.compose import compose, compose_tree, expand_sweep, to_run_config
 from lowbit.configs.overrides import groups
-from lowbit.configs.schema import ModelConfig, OptimizerKind, RunConfig, SourceKind
+from lowbit.configs.schema import OptimizerKind, RunConfig, SourceKind
 from lowbit.configs.stored import plain
 from lowbit.configs.strict import build
 from lowbit.configs.validate import validate
@@ -58,7 +58,7 @@ def test_every_preset_is_a_run(group: str, choice: str, tmp_path: Path) -> None:
 def test_groups_are_those_the_design_names() -> None:
     assert {k: set(v) for k, v in groups().items()} == {
         "preset": {"cpu", "gpu", "quick"},
-        "model": {"tiny", "30m", "70m", "150m", "370m", "1b", "8b"},
+        "model": {"quick", "tiny", "30m", "70m", "150m", "370m", "1b", "8b"},
         "data": {"python_docs", "files", "huggingface"},
         "optim": {"adamw", "muon"},
         "precision": {"auto", "bf16", "fp32"},
@@ -70,10 +70,10 @@ def test_groups_are_those_the_design_names() -> None:
 def test_model_shapes() -> None:
     rows = {name: compose([f"model={name}"]).model for name in groups()["model"]}
     assert all(m.name == name for name, m in rows.items())
-    assert rows["tiny"] == ModelConfig()
     shapes = {n: (m.layers, m.width, m.heads, m.kv_heads, m.mlp_width, m.tied_head) for n, m in rows.items()}
     assert shapes == {
-        "tiny": (4, 256, 4, 4, 704, False),
+        "quick": (2, 128, 2, 2, 352, False),
+        "tiny": (4, 192, 3, 3, 512, False),
         "30m": (10, 384, 6, 6, 1024, False),
         "70m": (8, 512, 8, 8, 1024, False),
         "150m": (12, 768, 12, 12, 1536, False),
@@ -81,6 +81,12 @@ def test_model_shapes() -> None:
         "1b": (16, 2048, 32, 8, 8192, True),
         "8b": (32, 4096, 32, 8, 14336, False),
     }
+
+
+@pytest.mark.parametrize("preset", sorted(groups()["preset"]))
+def test_a_preset_leaves_the_shape_to_the_model(preset: str) -> None:
+    for name in groups()["model"]:
+        assert compose([f"preset={preset}", f"model={name}"]).model == compose([f"model={name}"]).model
 
 
 def test_what_the_user_writes_wins_over_a_preset_and_a_preset_over_groups() -> None:
@@ -226,7 +232,9 @@ def meaning(job: list[str]) -> list[tuple[str, Any]]:
 
 def test_a_glob_sweeps_over_choices() -> None:
     assert expand_sweep(["precision=glob(*16)"]) == [["precision=bf16"]]
-    assert [row[0] for row in expand_sweep(["model=glob(*, exclude=*m)"])] == ["model=1b", "model=8b", "model=tiny"]
+    assert [row[0] for row in expand_sweep(["model=glob(*, exclude=*m)"])] == [
+        f"model={name}" for name in ("1b", "8b", "quick", "tiny")
+    ]
 
 
 @pytest.mark.parametrize("override", ["optim.lr=interval(0,1)", "model=glob(x*)"])
