@@ -99,7 +99,7 @@ def bench_gpu(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
 
 
 def bench_cpu(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
-    """The CPU preset's own step against the plain loop, taking turns on the same batches."""
+    """The CPU preset's step against the plain loop, AdamW on both sides, taking turns on the same batches."""
     import torch
     from reference_gpt import ReferenceGPT
 
@@ -107,7 +107,15 @@ def bench_cpu(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
     from lowbit.trainer.run import Pretraining
 
     config = compose(
-        ["preset=cpu", "device=cpu", "max_steps=100000", f"data.cache_dir={out / 'data'}", *args.overrides]
+        [
+            "preset=cpu",
+            "device=cpu",
+            "optim=adamw",
+            "max_steps=100000",
+            "max_minutes=null",
+            f"data.cache_dir={out / 'data'}",
+            *args.overrides,
+        ]
     )
     run = Pretraining(config, out / "cpu")
     trainer = run.build()
