@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test setup setup-dev lint types unit clean
+.PHONY: run test setup setup-dev lint types unit exhaustive clean
 
 run: setup
 	$(BIN)/lowbit pretrain preset=$$($(BIN)/lowbit doctor --preset) $(ARGS)
@@ -33,6 +33,9 @@ types:
 
 unit:
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+exhaustive: setup-dev
+	$(BIN)/python -m pytest -n 2 -m exhaustive $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

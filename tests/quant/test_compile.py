@@ -62,7 +62,7 @@ def test_inductor_gives_eagers_bits() -> None:
     assert same_bits(got, want)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("spec", [*SPECS.values(), STOCHASTIC_MX], ids=lambda s: f"{s.name}-{s.rounding.value}")
 def test_inductor_gives_eagers_bits_for_every_spec(spec: QuantSpec) -> None:
     check(spec, "inductor")

@@ -105,7 +105,7 @@ def test_ours_are_unbiased(spec: QuantSpec) -> None:
     assert deviation < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("draw", ["normal", "laplace", "student3"])
 @pytest.mark.parametrize("spec", UNBIASED, ids=name)

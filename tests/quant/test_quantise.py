@@ -216,7 +216,7 @@ def test_int8_rows_are_numpys() -> None:
     assert same_bits(got.dequantise().float(), tensor(to_bf16(want * after.numpy())))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [n for n, s in S.SPECS.items() if not s.stochastic])
 def test_two_million_values_of_every_spec(name: str) -> None:
     """fake == pack -> unpack -> dequantise on two million values, and an FP32 input counts as its BF16 rounding."""
