@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowbit.configs.overrides import check, expand_sweep
+from lowbit.configs.overrides import check, expand_sweep, with_own_limits
 from lowbit.configs.schema import DataConfig, RunConfig
 from lowbit.configs.stored import load_config, plain, save_config, to_yaml
 from lowbit.configs.strict import build
@@ -49,7 +49,7 @@ def compose_tree(overrides: Sequence[str], *, with_hydra: bool = False) -> Any:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    checked = check(overrides)
+    checked = check(with_own_limits(overrides))
     register_schema()
     try:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):

@@ -90,9 +90,20 @@ def _rewrite(key: str, text: str) -> str:
     return f"++{plain}" if f"{key}.".startswith(FREE_NAMES) else plain
 
 
+LIMITS = ("max_steps", "max_tokens", "max_minutes")
+
+
+def with_own_limits(overrides: Sequence[str]) -> list[str]:
+    """A limit that the user sets replaces the preset's limits: those not named end no run that was meant to go on."""
+    named = {str(parse(text).key_or_group) for text in overrides}
+    if not named & set(LIMITS):
+        return list(overrides)
+    return [*overrides, *(f"{limit}=null" for limit in LIMITS if limit not in named)]
+
+
 def for_hydra(overrides: Sequence[str]) -> list[str]:
     """Overrides that were checked (each run's, for a sweep), rewritten for Hydra with their lists of values."""
-    parsed = [parse(text) for text in overrides]
+    parsed = [parse(text) for text in with_own_limits(overrides)]
     return [
         p.input_line if is_hydra(p) or p.is_delete() else _rewrite(str(p.key_or_group), str(p.input_line))
         for p in parsed

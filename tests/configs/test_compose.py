@@ -83,6 +83,18 @@ def test_model_shapes() -> None:
     }
 
 
+def test_a_limit_that_the_user_sets_replaces_those_of_the_preset() -> None:
+    def limits(*overrides: str) -> tuple[int | None, int | None, float | None]:
+        config = compose(overrides)
+        return config.max_steps, config.max_tokens, config.max_minutes
+
+    assert limits() == limits("seed=2") and None not in (limits()[0], limits()[2])
+    assert limits("max_steps=7") == (7, None, None)
+    assert limits("max_tokens=5000") == (None, 5000, None)
+    assert limits("max_minutes=2", "+max_steps=9") == (9, None, 2.0)
+    assert [compose(job).max_minutes for job in expand_sweep(["max_steps=3,4"])] == [None, None]
+
+
 @pytest.mark.parametrize("preset", sorted(groups()["preset"]))
 def test_a_preset_leaves_the_shape_to_the_model(preset: str) -> None:
     for name in groups()["model"]:

@@ -56,15 +56,15 @@ def test_recomputing_more_never_fits_less() -> None:
 
 def test_numbers_by_hand() -> None:
     """The tiny model with 4096 tokens: every part written out."""
-    config = compose(["max_minutes=null", "max_steps=100"])
+    config = compose(["max_steps=100", "batch.sequences=16", "batch.micro_batch=16"])
     made = plan(config, 4096, compute_bytes=4)
-    blocks = 4 * (4 * 256 * 256 + 3 * 256 * 704)
-    table = 4096 * 256
-    norms = 4 * (2 * 256 + 2 * 64) + 256
+    blocks = 4 * (4 * 192 * 192 + 3 * 192 * 512)
+    table = 4096 * 192
+    norms = 4 * (2 * 192 + 2 * 64) + 192
     assert made.parameters.total == blocks + 2 * table + norms
     assert made.parameters.without_embedding == blocks + table + norms
-    assert made.flops_per_token == 6 * (blocks + table) + 6 * 4 * 256 * 256  # layers x width x sequence
-    assert made.kv_cache_bytes_per_token == 2 * 4 * 256 * 4
+    assert made.flops_per_token == 6 * (blocks + table) + 6 * 4 * 192 * 256  # layers x width x sequence
+    assert made.kv_cache_bytes_per_token == 2 * 4 * 192 * 4
     assert made.length == Length(100, 100 * 16 * 256)
     assert made.total_flops == made.flops_per_token * 100 * 16 * 256
     assert made.memory.parameters == made.memory.gradients == 4 * made.parameters.total
@@ -72,7 +72,7 @@ def test_numbers_by_hand() -> None:
 
 
 def test_what_is_printed() -> None:
-    config = compose(["model=8b", "max_minutes=null", "max_tokens=1_000_000_000"])
+    config = compose(["model=8b", "max_tokens=1_000_000_000", "batch.sequences=16", "batch.micro_batch=16"])
     # Llama 3 8B has 8,030,261,248; the 32 x 2 x 128 norms of queries and keys are ours
     text = "\n".join(describe(config, plan(config, 128_256, memory_bytes=80 * 2**30), 128_256, "a GPU"))
     assert "8,030,269,440 parameters" in text
@@ -80,4 +80,4 @@ def test_what_is_printed() -> None:
     assert "1,000,001,536 tokens" in text
     small = compose(["preset=cpu"])
     text = "\n".join(describe(small, plan(small, 4096, memory_bytes=8 * 2**30), 4096, "a GPU"))
-    assert "fits in" in text and "at most 1.75 minutes" in text
+    assert "fits in" in text and "at most 1.6 minutes" in text
