@@ -1,0 +1,126 @@
+"""What a linear layer computes in: `LinearPolicy`, one description for its three products and six quantisers.
+
+    fprop   Y  [tokens, out] = X  [tokens, in]  W   [out, in]^T        sums over in
+    dgrad   dX [tokens, in]  = dY [tokens, out] W^T [in, out]^T        sums over out
+    wgrad   dW [out, in]     = dY^T [out, tokens] X^T [in, tokens]^T   sums over tokens
+
+Each product has a left operand (X, dY, dY^T) and a right one (W, W^T, X^T), each read along the dimension that the
+product sums over. An `Operand` without a spec stays BF16. A rotation (see `hadamard`) turns both operands of a product
+along that dimension by the same random signs, so it cancels in the product and spreads outliers in the operands.
+
+**Alignment.** The backward pass multiplies by W^T and X^T again, in blocks along another dimension. `aligned` (TetraJet,
+arXiv 2510.27527) quantises the dequantised forward operands: the expected gradient is that of the function that was
+computed. `original` (NVIDIA, arXiv 2509.25149) quantises W and X themselves.
+
+**Bias.** A rounding error of a gradient averages out over tokens and steps only if its expectation is zero. Four over
+six picks a scale by looking at the rounded values, which is biased; it is refused in dgrad and wgrad unless
+`allow_bias` says that this is wanted.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lowbit.errors import ConfigError
+from lowbit.quant.spec import EDEN, FOUR_OVER_SIX, OUTER_BLOCK, QuantSpec
+
+
+class Alignment(Enum):
+    """What the backward pass quantises for its W^T and X^T."""
+
+    ALIGNED = "aligned"
+    """The dequantised forward operands."""
+    ORIGINAL = "original"
+    """W and X."""
+
+
+class Signs(Enum):
+    """Signs of a rotation."""
+
+    FRESH = "fresh"
+    """Drawn anew every micro-batch, from the counter-based stream that both operands share."""
+    FIXED = "fixed"
+    """Transformer Engine's one vector of 16 for the whole run."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One factor of a product."""
+
+    spec: QuantSpec | None = None
+    """None: BF16."""
+
+    @property
+    def name(self) -> str:
+        return "BF16" if self.spec is None else self.spec.name
+
+    @property
+    def bits(self) -> float:
+        """Bits an element."""
+        return 16.0 if self.spec is None else self.spec.bits
+
+
+BF16 = Operand()
+
+
+@dataclass(frozen=True)
+class ProductPolicy:
+    """One of the three products."""
+
+    left: Operand = BF16
+    """X, dY or dY^T."""
+    right: Operand = BF16
+    """W, W^T or X^T."""
+    rotation: int = 0
+    """Hadamard size over the dimension the product sums over: 0 (none), 16 or 128."""
+    signs: Signs = Signs.FRESH
+
+    def __post_init__(self) -> None:
+        if self.rotation not in (0, 16, 128):
+            raise ConfigError(f"rotation={self.rotation}: choose 0, 16 or 128")
+        if self.signs is Signs.FIXED and self.rotation != 16:
+            raise ConfigError(f"fixed signs are a vector of 16, and rotation={self.rotation}")
+        for operand in (self.left, self.right):
+            if operand.spec is not None and operand.spec.rounding in EDEN:
+                if self.rotation != OUTER_BLOCK or self.signs is not Signs.FRESH:
+                    raise ConfigError(f"{operand.name}: MS-EDEN is unbiased only under rotation=128 with fresh signs")
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any operand is."""
+        return self.left.spec is not None or self.right.spec is not None
+
+
+HIGH = ProductPolicy()
+"""A BF16 product."""
+
+
+@dataclass(frozen=True)
+class LinearPolicy:
+    """What one linear layer computes in. Hashable; a constant of compiled code.
+
+    Raises ConfigError for a combination that cannot be right.
+    """
+
+    fprop: ProductPolicy = HIGH
+    dgrad: ProductPolicy = HIGH
+    wgrad: ProductPolicy = HIGH
+    alignment: Alignment = Alignment.ALIGNED
+    mean_split: bool = False
+    """Averis (arXiv 2603.10444): X = 1 mu^T + X_r with mu the mean over tokens; only X_r is quantised."""
+    allow_bias: bool = False
+    """Accept a biased quantiser in dgrad or wgrad."""
+
+    def __post_init__(self) -> None:
+        for product in ("dgrad", "wgrad"):
+            policy: ProductPolicy = getattr(self, product)
+            for operand in (policy.left, policy.right):
+                if operand.spec is not None and operand.spec.rounding in FOUR_OVER_SIX and not self.allow_bias:
+                    raise ConfigError(
+                        f"{product}: {operand.name} chooses its scale after rounding, which biases gradients; "
+                        "use a stochastic or MS-EDEN format there, or set allow_bias=true"
+                    )
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any product is."""
+        return self.fprop.quantised or self.dgrad.quantised or self.wgrad.quantised
