@@ -8,9 +8,9 @@ Each product has a left operand (X, dY, dY^T) and a right one (W, W^T, X^T), eac
 product sums over. An `Operand` without a spec stays BF16. A rotation (see `hadamard`) turns both operands of a product
 along that dimension by the same random signs, so it cancels in the product and spreads outliers in the operands.
 
-**Alignment.** The backward pass multiplies by W^T and X^T again, in blocks along another dimension. `aligned` (TetraJet,
-arXiv 2510.27527) quantises the dequantised forward operands: the expected gradient is that of the function that was
-computed. `original` (NVIDIA, arXiv 2509.25149) quantises W and X themselves.
+**Alignment.** The backward pass multiplies by W^T and X^T again, in blocks along another dimension. `aligned`
+(TetraJet, arXiv 2510.27527) quantises the dequantised forward operands: the expected gradient is that of the function
+that was computed. `original` (NVIDIA, arXiv 2509.25149) quantises W and X themselves.
 
 **Bias.** A rounding error of a gradient averages out over tokens and steps only if its expectation is zero. Four over
 six picks a scale by looking at the rounded values, which is biased; it is refused in dgrad and wgrad unless
@@ -80,9 +80,9 @@ class ProductPolicy:
         if self.signs is Signs.FIXED and self.rotation != 16:
             raise ConfigError(f"fixed signs are a vector of 16, and rotation={self.rotation}")
         for operand in (self.left, self.right):
-            if operand.spec is not None and operand.spec.rounding in EDEN:
-                if self.rotation != OUTER_BLOCK or self.signs is not Signs.FRESH:
-                    raise ConfigError(f"{operand.name}: MS-EDEN is unbiased only under rotation=128 with fresh signs")
+            eden = operand.spec is not None and operand.spec.rounding in EDEN
+            if eden and (self.rotation != OUTER_BLOCK or self.signs is not Signs.FRESH):
+                raise ConfigError(f"{operand.name}: MS-EDEN is unbiased only under rotation=128 with fresh signs")
 
     @property
     def quantised(self) -> bool:
