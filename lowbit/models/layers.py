@@ -9,7 +9,7 @@ a token and does gain: there `frozen_weights` holds the rounded copies while not
 RMSNorm (Zhang and Sennrich, 2019, arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * weight, its statistics in FP32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -33,8 +33,17 @@ class Linear(nn.Module):
         weight = self.weight.to(x.dtype) if self.frozen is None else self.frozen
         return F.linear(x, weight)
 
+    def project_together(self, x: Tensor, others: "Sequence[Linear]") -> tuple[Tensor, ...]:
+        """See `project`; a layer that gains from a shared input overrides this."""
+        return tuple(linear(x) for linear in (self, *others))
+
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}"
+
+
+def project(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+    """The outputs of layers that read the same x [..., in]: [..., out] each."""
+    return linears[0].project_together(x, linears[1:])
 
 
 @contextmanager

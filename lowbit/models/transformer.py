@@ -33,7 +33,7 @@ from lowbit.errors import ConfigError, DataError
 from lowbit.models import kernels
 from lowbit.models.attention import AttentionMask, attention, cached_mask, prepare_mask
 from lowbit.models.cost import head_dim_of
-from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm
+from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, project
 from lowbit.models.rope import apply_rope, check_rope, rope_frequencies, rope_tables
 from lowbit.models.visibility import Visibility
 
@@ -79,9 +79,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, width] -> q [B, H, T, D], k and v [B, Hkv, T, D], normalised and turned; views of [B, T, H, D]."""
-        q = self.q(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = [y.view(*y.shape[:-1], -1, self.head_dim) for y in project(x, self.q, self.k, self.v)]
         q, k = _norm_and_turn(q, self.q_norm, rope), _norm_and_turn(k, self.k_norm, rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
@@ -117,8 +115,11 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> [..., width]."""
-        up = self.up(x)
-        hidden = F.relu(up).square() if self.gate is None else F.silu(self.gate(x)) * up
+        if self.gate is None:
+            hidden = F.relu(self.up(x)).square()
+        else:
+            gate, up = project(x, self.gate, self.up)
+            hidden = F.silu(gate) * up
         y: Tensor = self.down(hidden)
         return y
 

@@ -42,6 +42,17 @@ class Signs(Enum):
     """Transformer Engine's one vector of 16 for the whole run."""
 
 
+class Kept(Enum):
+    """What a layer keeps of its input for wgrad; one copy for all layers that read the same input."""
+
+    INPUT = "X"
+    """X itself: wgrad reads it unquantised. Other layers may keep the same tensor, so that it may cost nothing."""
+    FORWARD = "Q(X)"
+    """The packed forward operand."""
+    TRANSPOSED = "Q(X^T)"
+    """The packed wgrad operand, made in the forward pass."""
+
+
 @dataclass(frozen=True)
 class Operand:
     """One factor of a product."""
@@ -84,6 +95,17 @@ class ProductPolicy:
             if eden and (self.rotation != OUTER_BLOCK or self.signs is not Signs.FRESH):
                 raise ConfigError(f"{operand.name}: MS-EDEN is unbiased only under rotation=128 with fresh signs")
 
+        if self.rotation and not self.quantised:
+            raise ConfigError(f"rotation={self.rotation} of a product without a quantised operand changes nothing")
+
+    @property
+    def summary(self) -> str:
+        """`BF16`, or `LEFT x RIGHT` with the rotation."""
+        if not self.quantised:
+            return "BF16"
+        turned = f" rotated {self.rotation}" if self.rotation else ""
+        return f"{self.left.name} x {self.right.name}{turned}"
+
     @property
     def quantised(self) -> bool:
         """Whether any operand is."""
@@ -121,6 +143,23 @@ class LinearPolicy:
                     )
 
     @property
+    def kept(self) -> Kept:
+        """What of its input the layer keeps for wgrad."""
+        if self.alignment is Alignment.ORIGINAL or self.fprop.left.spec is None:
+            return Kept.INPUT if self.wgrad.right.spec is None else Kept.TRANSPOSED
+        return Kept.FORWARD
+
+    @property
+    def kept_operand(self) -> Operand:
+        """Its format: `.name` and `.bits` an element are what a report shows. BF16: nothing is saved but X itself."""
+        return {Kept.INPUT: BF16, Kept.FORWARD: self.fprop.left, Kept.TRANSPOSED: self.wgrad.right}[self.kept]
+
+    @property
     def quantised(self) -> bool:
         """Whether any product is."""
         return self.fprop.quantised or self.dgrad.quantised or self.wgrad.quantised
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        return f"fprop {self.fprop.summary}, dgrad {self.dgrad.summary}, wgrad {self.wgrad.summary}"

@@ -1,0 +1,331 @@
+"""The low-bit linear layer: three products, each of two factors in the format that its policy names.
+
+    fprop   Y  [tokens, out] = Q1(X)      Q2(W)^T
+    dgrad   dX [tokens, in]  = Q3(dY R)   Q4(W'^T R)^T
+    wgrad   dW [out, in]     = Q5(dY^T R) Q6(X'^T R)^T
+
+R is a random rotation over the dimension that the product sums over, or none; it cancels in the product. W' and X' are
+the dequantised Q2(W) and Q1(X) when the policy is `aligned`, so that the expected gradient is that of the function
+which was computed, and W and X themselves when it is `original`.
+
+**What is kept** for the backward pass is one low-bit copy of X, packed (`LinearPolicy.kept`): Q1(X), from which Q6 is
+made when its time comes, or Q6(X^T) itself. Siblings, which read the same input (q, k, v; gate, up), share it and every
+quantisation of X (`project_together`). Q2(W) and Q4(W^T) are made anew in the backward pass: a weight is
+read where it lives, and no quantised copy of it waits in memory.
+
+**Precision.** Factors are BF16 numbers, the product sums in FP32. dW leaves its product in FP32, the type of the master
+weight. With FP32 activations (CPU) the products of the same BF16 factors stay in FP32 throughout.
+
+**Scales outside the sum.** A factor's scale of the whole tensor follows it into the backward pass as a number applied
+after the product. Scales of rows lie inside the backward's sums: they are multiplied in, rounded to BF16.
+
+**Mean split** (Averis, arXiv 2603.10444): X = 1 mu^T + X_r with mu the mean over the tokens of the micro-batch. Only
+X_r is quantised: Y = Q1(X_r) Q2(W)^T + 1 (mu W^T), dW = Q5(dY^T) Q6(X_r'^T)^T + (dY^T 1) mu^T, both second terms in
+high precision; dX as without.
+
+**Noise** is keyed by (seed, layer, step, micro-batch, rank): see `philox`. Siblings draw what belongs to X, and the
+rotation signs of fprop and wgrad, from the first one's key. The clock may only move on when no backward pass is
+pending, for the backward draws from it too; autograd raises an error if it does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.errors import ConfigError
+from lowbit.models.layers import Linear
+from lowbit.quant.bits import round_to_bf16
+from lowbit.quant.hadamard import unrotate
+from lowbit.quant.philox import Product, Side, Stream
+from lowbit.quant.policy import Alignment, Kept, LinearPolicy, Operand, ProductPolicy
+from lowbit.quant.product import Factor, bf16_valued, factor, multiply, signs_of
+from lowbit.quant.quantised import Packed, Quantised, Values, crop, to_codes
+from lowbit.quant.spec import Outer, Scale
+
+FEATURE_MULTIPLE = 8
+
+
+def check_shape(name: str, in_features: int, out_features: int, policy: LinearPolicy) -> None:
+    """Raise ConfigError, naming layer and product, when the policy cannot work for these sizes."""
+    sums = {"fprop": ("in_features", in_features), "dgrad": ("out_features", out_features)}
+    for product, (what, size) in sums.items():
+        if getattr(policy, product).quantised and (size < FEATURE_MULTIPLE or size % FEATURE_MULTIPLE):
+            raise ConfigError(
+                f"{name}: {product} sums over {what}={size}, which is not a multiple of {FEATURE_MULTIPLE}: "
+                "change the size, or leave this layer in BF16 with a rule"
+            )
+
+
+class LowbitLinear(Linear):
+    """`models.layers.Linear` whose products follow a `LinearPolicy`. A policy of BF16 alone is exactly that Linear."""
+
+    key: Tensor
+    clock: Tensor
+
+    def __init__(self, in_features: int, out_features: int, policy: LinearPolicy, key: Tensor, clock: Tensor) -> None:
+        super().__init__(in_features, out_features)
+        self._attach(policy, key, clock)
+
+    @classmethod
+    def of(cls, linear: Linear, policy: LinearPolicy, key: Tensor, clock: Tensor, name: str = "linear layer") -> Self:
+        """The low-bit layer with the very parameter of `linear`.
+
+        Args:
+            key: int64 [2], `philox.make_key(seed, name)`, on the weight's device.
+            clock: int64 [3], `philox.make_clock()`, the one tensor that all layers of a model share; whoever trains
+                updates it in place before each micro-batch. Moving the model to another device would copy it for each
+                layer: attach layers afterwards.
+            name: for the ConfigError of an impossible shape.
+        """
+        check_shape(name, linear.in_features, linear.out_features, policy)
+        layer = cls.__new__(cls)
+        torch.nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        layer.weight = linear.weight
+        layer.frozen = None
+        layer.train(linear.training)
+        layer._attach(policy, key, clock)
+        return layer
+
+    def _attach(self, policy: LinearPolicy, key: Tensor, clock: Tensor) -> None:
+        self.policy = policy
+        self.register_buffer("key", key, persistent=False)
+        self.register_buffer("clock", clock, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] BF16 or FP32 -> [..., out] in its type."""
+        return self.project_together(x, ())[0]
+
+    def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """This layer's output and those of `others`, which read the same x: x is quantised and kept once.
+
+        Layers whose policies differ from this one's are called one by one.
+        """
+        layers = [self, *(o for o in others if isinstance(o, LowbitLinear) and o.policy == self.policy)]
+        if len(layers) <= len(others) or not self.policy.quantised:
+            return tuple(Linear.forward(self, x) if o is self else o(x) for o in (self, *others))
+        rows = x.reshape(-1, x.shape[-1])
+        outputs = linear_products(
+            rows, [layer.weight for layer in layers], [layer.key for layer in layers], self.clock, self.policy
+        )
+        return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.policy.summary}"
+
+
+def linear_products(
+    x: Tensor, weights: Sequence[Tensor], keys: Sequence[Tensor], clock: Tensor, policy: LinearPolicy
+) -> tuple[Tensor, ...]:
+    """x [tokens, in] BF16 or FP32, weights [out, in] FP32 -> each x W^T [tokens, out] in the type of x.
+
+    keys: int64 [2] each. clock: int64 [3].
+    """
+    if x.shape[0] == 0:  # nothing to quantise: gradients are zeros
+        return tuple(F.linear(x, w.to(x.dtype)) for w in weights)
+    weight_grad = any(w.requires_grad for w in weights)
+    if not torch.is_grad_enabled() or not (weight_grad or x.requires_grad):
+        return _forward(x, weights, keys, clock, policy).outputs
+    spec = _Call(policy, len(weights), x.requires_grad, weight_grad)
+    outputs: tuple[Tensor, ...] = LinearProducts.apply(x, clock, spec, *weights, *keys)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The constants of one call."""
+
+    policy: LinearPolicy
+    count: int
+    """Of weights."""
+    input_grad: bool
+    weight_grad: bool
+
+
+class LinearProducts(torch.autograd.Function):
+    """fprop forward, dgrad and wgrad backward, for one or several weights of the same input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Tensor, call: _Call, *weights_and_keys: Tensor) -> tuple[Tensor, ...]:
+        weights, keys = weights_and_keys[: call.count], weights_and_keys[call.count :]
+        result = _forward(x, weights, keys, clock, call.policy)
+        kept = _keep(x, result, keys[0], clock, call.policy) if call.weight_grad else _Kept(None)
+        ctx.call, ctx.dtype, ctx.shapes = call, x.dtype, (kept.shape, kept.scale_shape)
+        ctx.save_for_backward(clock, kept.data, kept.scales, kept.outer, kept.mean, *weights_and_keys)
+        return result.outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        clock, data, scales, outer, mean, *weights_and_keys = ctx.saved_tensors
+        weights, keys = weights_and_keys[: call.count], weights_and_keys[call.count :]
+        dx = None
+        if call.input_grad:
+            dx = _input_gradient(grads, weights, keys, clock, call.policy, ctx.dtype)
+        dws: tuple[Tensor | None, ...] = (None,) * call.count
+        if call.weight_grad:
+            kept = _Kept(data, scales, outer, mean, *ctx.shapes)
+            dws = _weight_gradients(grads, kept, weights, keys, clock, call.policy, ctx.dtype)
+        return dx, None, None, *dws, *(None,) * call.count
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What fprop made."""
+
+    outputs: tuple[Tensor, ...]
+    left: Factor
+    x: Tensor
+    """[tokens, in]: what was quantised, X or X_r."""
+    mean: Tensor | None
+    """[1, in], FP32, if it was split off."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What wgrad needs of the input."""
+
+    data: Tensor | None
+    """X, or packed codes."""
+    scales: Tensor | None = None
+    outer: Tensor | None = None
+    mean: Tensor | None = None
+    shape: tuple[int, ...] = ()
+    scale_shape: tuple[int, int] = (0, 0)
+
+    def unpack(self, operand: Operand) -> Quantised:
+        assert self.data is not None and self.scales is not None and operand.spec is not None
+        packed = Packed(self.data, self.scales, self.outer, self.shape, operand.spec, self.scale_shape, False)
+        return packed.unpack()
+
+
+def _forward(
+    x: Tensor, weights: Sequence[Tensor], keys: Sequence[Tensor], clock: Tensor, policy: LinearPolicy
+) -> _Forward:
+    """fprop. Siblings' rotation signs are the first one's, since their input is rotated once."""
+    dtype, mean = x.dtype, None
+    if policy.mean_split:
+        mean, x = split_mean(x)
+    stream = Stream(keys[0], clock, Product.FPROP, Side.LEFT)
+    signs = _signs(policy.fprop, stream)
+    left = factor(x, policy.fprop.left, stream, signs, dtype)
+    outputs = []
+    for weight, key in zip(weights, keys, strict=True):
+        right = factor(weight, policy.fprop.right, Stream(key, clock, Product.FPROP, Side.RIGHT), signs, dtype)
+        if mean is None:
+            outputs.append(multiply(left, right, dtype))
+        else:
+            constant = mean @ bf16_valued(weight, torch.float32).t()  # [1, out]
+            outputs.append((multiply(left, right, dtype, torch.float32) + constant).to(dtype))
+    return _Forward(tuple(outputs), left, x, mean)
+
+
+def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [tokens, in] -> its mean over the tokens, FP32 [1, in], and the rest; both rounded to BF16, held in FP32."""
+    mean = round_to_bf16(x.float().sum(0, keepdim=True) / max(x.shape[0], 1))
+    return mean, round_to_bf16(bf16_valued(x, torch.float32) - mean)
+
+
+def _keep(x: Tensor, forward: _Forward, key: Tensor, clock: Tensor, policy: LinearPolicy) -> _Kept:
+    """What the policy says to keep, packed."""
+    if policy.kept is Kept.INPUT:
+        return _Kept(x)
+    codes = forward.left
+    if policy.kept is Kept.TRANSPOSED:
+        codes = _wgrad_right(forward.x, key, clock, policy, x.dtype)
+    assert isinstance(codes, Values)
+    packed = to_codes(codes).pack()
+    return _Kept(packed.data, packed.scales, packed.outer, forward.mean, packed.shape, packed.scale_shape)
+
+
+def _wgrad_right(x: Tensor, key: Tensor, clock: Tensor, policy: LinearPolicy, dtype: torch.dtype) -> Factor:
+    """Q6(X^T R) [in, tokens]."""
+    stream = Stream(key, clock, Product.WGRAD, Side.RIGHT)
+    return factor(x.t(), policy.wgrad.right, stream, _signs(policy.wgrad, stream), dtype)
+
+
+def _input_gradient(
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    clock: Tensor,
+    policy: LinearPolicy,
+    dtype: torch.dtype,
+) -> Tensor:
+    """dgrad: dX [tokens, in], the sum over siblings."""
+    total = None
+    forward_signs = _signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.LEFT))
+    for grad, weight, key in zip(grads, weights, keys, strict=True):
+        source, after = weight, None
+        if policy.alignment is Alignment.ALIGNED and policy.fprop.right.spec is not None:
+            stream = Stream(key, clock, Product.FPROP, Side.RIGHT)
+            right = factor(weight, policy.fprop.right, stream, forward_signs, dtype)
+            source, after = _dequantised(right, forward_signs, weight.shape[1])
+        left_stream = Stream(key, clock, Product.DGRAD, Side.LEFT)
+        signs = _signs(policy.dgrad, left_stream)
+        left = factor(grad, policy.dgrad.left, left_stream, signs, dtype)
+        right_stream = Stream(key, clock, Product.DGRAD, Side.RIGHT)
+        right = factor(source.t(), policy.dgrad.right, right_stream, signs, dtype)
+        part = multiply(left, right, dtype, after=after)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _weight_gradients(
+    grads: Sequence[Tensor],
+    kept: _Kept,
+    weights: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    clock: Tensor,
+    policy: LinearPolicy,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """wgrad: one dW [out, in] a sibling. Their rotation signs are the first one's, since X^T is rotated once."""
+    after = None
+    right: Factor
+    if policy.kept is Kept.TRANSPOSED:
+        right = kept.unpack(policy.wgrad.right)
+    elif policy.kept is Kept.INPUT:
+        assert kept.data is not None
+        right = _wgrad_right(kept.data, keys[0], clock, policy, dtype)
+    else:
+        forward_signs = _signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.LEFT))
+        source, after = _dequantised(kept.unpack(policy.fprop.left), forward_signs, weights[0].shape[1])
+        right = _wgrad_right(source, keys[0], clock, policy, dtype)
+    signs = _signs(policy.wgrad, Stream(keys[0], clock, Product.WGRAD, Side.RIGHT))
+    gradients = []
+    for grad, weight, key in zip(grads, weights, keys, strict=True):
+        left = factor(grad.t(), policy.wgrad.left, Stream(key, clock, Product.WGRAD, Side.LEFT), signs, dtype)
+        dw = multiply(left, right, dtype, torch.float32, after)
+        if kept.mean is not None:
+            dw = dw + bf16_valued(grad, torch.float32).sum(0)[:, None] * kept.mean
+        gradients.append(dw.to(weight.dtype))
+    return tuple(gradients)
+
+
+def _signs(product: ProductPolicy, stream: Stream) -> Tensor | None:
+    return signs_of(stream, product.rotation, product.signs)
+
+
+def _dequantised(forward: Factor, signs: Tensor | None, width: int) -> tuple[Tensor, Tensor | None]:
+    """A forward factor -> the matrix [rows, width] that it stands for, BF16, and the scale that follows it, [1, 1].
+
+    A whole tensor's scale need not go through BF16; those of rows must, because the backward sums over rows.
+    """
+    after = None
+    assert isinstance(forward, (Values, Quantised))
+    if forward.spec.outer is Outer.TENSOR or (forward.spec.scale is Scale.FP32 and forward.spec.block[0] == 0):
+        matrix, after = forward.operand(), forward.after()
+    else:
+        matrix = forward.dequantise()
+    if signs is not None:
+        matrix = unrotate(matrix, signs, signs.shape[0])
+        if matrix.shape[1] != width:
+            matrix = crop(matrix, matrix.shape[0], width)
+    return matrix, after
