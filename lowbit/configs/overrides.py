@@ -14,8 +14,8 @@ from lowbit.configs.schema import RunConfig
 from lowbit.configs.strict import build, fields_of, locate, nearest, schema_paths, show, suggest
 from lowbit.errors import ConfigError
 
-FREE_NAMES = "data.sources."
-"""Keys below this prefix are names the user chooses, so they may be added and deleted."""
+FREE_NAMES = ("data.sources.", "precision.define.")
+"""Keys below these prefixes are names the user chooses, so they may be added and deleted."""
 
 
 def groups() -> dict[str, list[str]]:
@@ -143,7 +143,9 @@ def _check_delete(key: str, text: str, choices: dict[str, list[str]]) -> str:
         return text
     if key not in choices:
         locate(key)
-    raise ConfigError(f"{text}: a run needs {key}; only entries of data.sources and the preset can be removed")
+    raise ConfigError(
+        f"{text}: a run needs {key}; only the preset and entries of data.sources and precision.define can be removed"
+    )
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:

@@ -118,7 +118,7 @@ def validate(config: RunConfig) -> None:
     Reads the file system only to see whether named paths exist.
     """
     checks: tuple[Callable[[RunConfig], None], ...] = (
-        _ranges, _run, _heads, _rope, _sequences, _batch, _schedule, _sources, _tokenizer,
+        _ranges, _run, _heads, _rope, _sequences, _batch, _schedule, _rules, _switches, _sources, _tokenizer,
     )  # fmt: skip
     for check in checks:
         check(config)
@@ -259,6 +259,45 @@ def _schedule(config: RunConfig) -> None:
     if s.kind is ScheduleKind.wsd and s.decay_fraction == 0 and s.final_fraction != 1:
         works = f"{key}.kind=constant or {key}.decay_fraction=0.3 would work"
         raise _refuse(config, f"{key}.kind", f"{key}.decay_fraction", why="nothing would decay", works=works)
+
+
+def _rules(config: RunConfig) -> None:
+    for i, rule in enumerate(config.precision.rules):
+        match, share = f"precision.rules.{i}.match", f"precision.rules.{i}.last_blocks"
+        try:
+            re.compile(rule.match)
+        except re.error as error:
+            works = "for example blocks\\.0\\..* for the first block"
+            raise _refuse(config, match, why=f"is no regular expression ({error})", works=works) from None
+        if not rule.match:
+            raise _refuse(config, match, why="must match a layer's whole name", works=f"{match}=.* names all of them")
+        if not 0 < rule.last_blocks <= 1:
+            why = "must be greater than 0 and at most 1"
+            raise _refuse(config, share, why=why, works=f"{share}=0.15 would work")
+
+
+def _switches(config: RunConfig) -> None:
+    for i, switch in enumerate(config.precision.switch):
+        key = f"precision.switch.{i}"
+        times = [f"{key}.at", f"{key}.at_step", f"{key}.at_decay"]
+        if sum((switch.at is not None, switch.at_step is not None, switch.at_decay)) != 1:
+            raise _refuse(config, *times, why="a switch has one time", works="set one of them alone")
+        parts = ("forward", "backward", "dgrad", "wgrad")
+        if all(getattr(switch, part) is None for part in parts):
+            keys = [f"{key}.{part}" for part in parts]
+            raise _refuse(config, *keys, why="nothing would change", works=f"{key}.forward=bf16 would work")
+        if switch.at is not None and not 0 < switch.at < 1:
+            works = f"{key}.at=0.9 would work"
+            raise _refuse(config, f"{key}.at", why="must be greater than 0 and less than 1", works=works)
+        if switch.at_step is not None and switch.at_step < 1:
+            raise _refuse(config, f"{key}.at_step", why="must be at least 1", works=f"{key}.at_step=1 would work")
+        if switch.at_step is not None and config.max_steps is not None and switch.at_step >= config.max_steps:
+            works = f"{key}.at=0.9 follows the run's length"
+            raise _refuse(config, f"{key}.at_step", "max_steps", why="the run ends before it", works=works)
+        if switch.at_decay and config.optim.schedule.kind is not ScheduleKind.wsd:
+            why = "the learning rate of this schedule has no phase in which it begins to fall"
+            works = f"optim.schedule.kind=wsd or {key}.at=0.7 would work"
+            raise _refuse(config, f"{key}.at_decay", "optim.schedule.kind", why=why, works=works)
 
 
 def _sources(config: RunConfig) -> None:

@@ -14,6 +14,7 @@ have rows too.
 | NVFP4_POW2_SR | E2M1 | 1x16 | E4M3, up | power of two, 1x128 | stochastic, unbiased |
 | NVFP4_46, NVFP4_POW2_46 | E2M1 | 1x16 | E4M3 | FP32 tensor; power of two | four over six (MSE) |
 | NVFP4_EDEN, NVFP4_POW2_EDEN | E2M1 | 1x16 | E4M3 | FP32 tensor; power of two | MS-EDEN |
+| NVFP4_EDEN_PUBLISHED | E2M1 | 1x16 | E4M3 | FP32 tensor | MS-EDEN, as published: biased (see `eden`) |
 | FP8_TENSOR, FP8_ROW | E4M3 | whole tensor, row | FP32 | - | nearest |
 | FP8_BLOCK, FP8_BLOCK_2D | E4M3 | 1x128, 128x128 | power of two | - | nearest |
 | INT8_ROW | INT8 | row (a weight's output channel, an activation's token) | FP32 | - | nearest |
@@ -152,6 +153,7 @@ NVFP4_POW2_SR = replace(NVFP4_POW2, name="NVFP4_POW2_SR", scale=Scale.E4M3_UP, r
 NVFP4_46 = replace(NVFP4, name="NVFP4_46", rounding=Rounding.FOUR_OVER_SIX_MSE, bound=256.0)
 NVFP4_POW2_46 = replace(NVFP4_46, name="NVFP4_POW2_46", outer=Outer.BLOCK_POW2)
 NVFP4_EDEN = replace(NVFP4, name="NVFP4_EDEN", rounding=Rounding.MS_EDEN, bound=255.99, target=EDEN_TARGET)
+NVFP4_EDEN_PUBLISHED = replace(NVFP4_EDEN, name="NVFP4_EDEN_PUBLISHED", rounding=Rounding.MS_EDEN_PUBLISHED)
 NVFP4_POW2_EDEN = replace(NVFP4_EDEN, name="NVFP4_POW2_EDEN", outer=Outer.BLOCK_POW2)
 
 FP8_TENSOR = QuantSpec("FP8_TENSOR", E4M3, (0, 0), Scale.FP32)
@@ -176,7 +178,7 @@ SPECS = {
             MXFP4_FLOOR,
         ),
         *(NVFP4, NVFP4_2D, NVFP4_ROW, NVFP4_TETRAJET, NVFP4_POW2, NVFP4_SR, NVFP4_TETRAJET_SR, NVFP4_POW2_SR),
-        *(NVFP4_46, NVFP4_POW2_46, NVFP4_EDEN, NVFP4_POW2_EDEN),
+        *(NVFP4_46, NVFP4_POW2_46, NVFP4_EDEN, NVFP4_EDEN_PUBLISHED, NVFP4_POW2_EDEN),
         *(FP8_TENSOR, FP8_ROW, FP8_BLOCK, FP8_BLOCK_2D, INT8_ROW),
     )
 }

@@ -20,6 +20,7 @@ from lowbit.configs.stored import plain
 from lowbit.configs.strict import build
 from lowbit.configs.validate import validate
 from lowbit.errors import ConfigError
+from lowbit.quant.presets import PRESETS
 
 
 def thawed(cls: Any) -> Any:
@@ -61,7 +62,7 @@ def test_groups_are_those_the_design_names() -> None:
         "model": {"quick", "tiny", "30m", "70m", "150m", "370m", "1b", "8b"},
         "data": {"python_docs", "files", "huggingface"},
         "optim": {"adamw", "muon"},
-        "precision": {"auto", "bf16", "fp32"},
+        "precision": {"auto", "fp32", *PRESETS},
         "engine": {"local"},
         "comm": {"none"},
     }
@@ -243,7 +244,7 @@ def meaning(job: list[str]) -> list[tuple[str, Any]]:
 
 
 def test_a_glob_sweeps_over_choices() -> None:
-    assert expand_sweep(["precision=glob(*16)"]) == [["precision=bf16"]]
+    assert expand_sweep(["precision=glob(bf*)"]) == [["precision=bf16"]]
     assert [row[0] for row in expand_sweep(["model=glob(*, exclude=*m)"])] == [
         f"model={name}" for name in ("1b", "8b", "quick", "tiny")
     ]

@@ -61,6 +61,19 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"device": "gpu"}, ["device=gpu", "cuda:N"]),
     ({"device": "cuda:x"}, ["device=cuda:x"]),
     ({"optim.schedule.decay_fraction": 0.0}, ["optim.schedule.kind=wsd", "optim.schedule.decay_fraction=0"]),
+    ({"precision.rules": [{"match": ""}]}, ["precision.rules.0.match=", "whole name"]),
+    ({"precision.rules": [{"match": ".*"}, {"match": "blocks.(3"}]}, ["rules.1.match=blocks.(3", "regular expression"]),
+    ({"precision.rules": [{"match": ".*", "last_blocks": 0.0}]}, ["precision.rules.0.last_blocks=0", "at most 1"]),
+    ({"precision.switch": [{"forward": "bf16"}]}, ["switch.0.at=null", "switch.0.at_step=null", "one time"]),
+    ({"precision.switch": [{"at": 0.5, "at_decay": True, "wgrad": "bf16"}]}, ["at=0.5", "at_decay=true", "one time"]),
+    ({"precision.switch": [{"at": 0.5}]}, ["precision.switch.0.forward=null", "nothing would change"]),
+    ({"precision.switch": [{"at": 1.0, "forward": "bf16"}]}, ["precision.switch.0.at=1", "less than 1"]),
+    ({"precision.switch": [{"at_step": 0, "forward": "bf16"}]}, ["precision.switch.0.at_step=0", "at least 1"]),
+    ({"precision.switch": [{"at_step": 10, "forward": "bf16"}]}, ["switch.0.at_step=10", "max_steps=10"]),
+    (
+        {"precision.switch": [{"at_decay": True, "forward": "bf16"}], "optim.schedule.kind": "cosine"},
+        ["switch.0.at_decay=true", "optim.schedule.kind=cosine"],
+    ),
     ({"data.sources": {}}, ["data.sources={}", "nothing to train on"]),
     ({"data.sources.python_docs.weight": 0.0}, ["data.sources.python_docs.weight=0"]),
     ({"data.sources.python_docs.weight": -1.0}, ["data.sources.python_docs.weight=-1"]),
@@ -143,6 +156,7 @@ def test_ranges(key: str, value: float, inside: bool) -> None:
 
 def test_every_number_of_the_schema_has_a_range() -> None:
     elsewhere = {"weight", "max_documents", "document_bytes"}  # of each source, in _source
+    elsewhere |= {"rotation"}  # of each product, in lowbit.quant.policy
     numbers = {p for p in schema_paths() if unwrap_optional(locate(p.replace("NAME", "x")))[0] in (int, float)}
     assert {p for p in numbers if p.rsplit(".", 1)[-1] not in elsewhere} == set(RANGES)
 
