@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowbit.configs.schema import RopeScaling, RunConfig, ScheduleKind, SourceKind, TokenizerKind
+from lowbit.configs.schema import CommKind, EngineKind, RopeScaling, RunConfig, ScheduleKind, SourceKind, TokenizerKind
 from lowbit.configs.strict import show
 from lowbit.errors import ConfigError
 
@@ -99,6 +99,10 @@ RANGES: dict[str, Range] = {
     "evaluation.final_tokens": COUNT,
     "evaluation.sample_tokens": NATURAL,
     "logging.every_steps": COUNT,
+    "engine.zero_stage": Range(0, 3),
+    "engine.bucket_mib": COUNT,
+    "engine.rank_timeout_seconds": Range(5),
+    "comm.exact_below": NATURAL,
 }
 
 EXAMPLES: dict[str, Any] = {
@@ -118,7 +122,7 @@ def validate(config: RunConfig) -> None:
     Reads the file system only to see whether named paths exist.
     """
     checks: tuple[Callable[[RunConfig], None], ...] = (
-        _ranges, _run, _heads, _rope, _sequences, _batch, _schedule, _rules, _switches, _sources, _tokenizer,
+        _ranges, _run, _heads, _rope, _sequences, _batch, _engine, _schedule, _rules, _switches, _sources, _tokenizer,
     )  # fmt: skip
     for check in checks:
         check(config)
@@ -243,6 +247,32 @@ def _batch(config: RunConfig) -> None:
             raise _refuse(config, f"{key}.sequences", why="must be at least 1", works=f"{b.micro_batch} would work")
         _whole_micro_batches(config, f"{key}.sequences")
         previous = stage.until_tokens
+
+
+def _engine(config: RunConfig) -> None:
+    if config.comm.kind is not CommKind.none and config.engine.kind is EngineKind.local:
+        why = "one process has nobody to send gradients to"
+        works = "engine=deepspeed, started with torchrun, or comm=none would work"
+        raise _refuse(config, "comm.kind", "engine.kind", why=why, works=works)
+
+
+def check_world(config: RunConfig, world: int) -> None:
+    """Raise ConfigError when `world` processes cannot run this together; every one of them says the same."""
+    if world > 1 and config.engine.kind is EngineKind.local:
+        raise ConfigError(
+            f"engine.kind=local with {world} processes: it is one process; engine=deepspeed would work, or start "
+            "without torchrun"
+        )
+    unit = world * config.batch.micro_batch
+    keys = ["batch.sequences", *(f"batch.warmup.{i}.sequences" for i in range(len(config.batch.warmup)))]
+    for key in keys:
+        sequences = _get(config, key)
+        if sequences % unit:
+            whole = max(1, round(sequences / unit)) * unit
+            fitting = [m for m in range(1, config.batch.micro_batch + 1) if sequences % (world * m) == 0]
+            works = f"{key}={whole}" + (f" or batch.micro_batch={fitting[-1]}" if fitting else "") + " would work"
+            why = f"{world} processes cannot share a step evenly in whole micro-batches"
+            raise _refuse(config, key, "batch.micro_batch", why=why, works=works)
 
 
 def _whole_micro_batches(config: RunConfig, key: str) -> None:
