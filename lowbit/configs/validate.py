@@ -10,7 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowbit.configs.schema import CommKind, EngineKind, RopeScaling, RunConfig, ScheduleKind, SourceKind, TokenizerKind
+from lowbit.configs.schema import (
+    CommKind,
+    EngineKind,
+    MlpKind,
+    RopeScaling,
+    RunConfig,
+    ScheduleKind,
+    SourceKind,
+    TokenizerKind,
+)
 from lowbit.configs.strict import show
 from lowbit.errors import ConfigError
 
@@ -99,6 +108,19 @@ RANGES: dict[str, Range] = {
     "evaluation.final_tokens": COUNT,
     "evaluation.sample_tokens": NATURAL,
     "logging.every_steps": COUNT,
+    "precision.stabilisers.oscireset.start": FRACTION,
+    "precision.stabilisers.oscireset.start_step": NATURAL,
+    "precision.stabilisers.oscireset.period": COUNT,
+    "precision.stabilisers.oscireset.window": COUNT,
+    "precision.stabilisers.oscireset.threshold": POSITIVE,
+    "precision.stabilisers.oscireset.tracked": Range(0, 1, open_low=True),
+    "precision.stabilisers.oscireset.hysteresis": BETA,
+    "precision.stabilisers.outcontrol.share": INSIDE,
+    "precision.stabilisers.outcontrol.first_step": COUNT,
+    "precision.stabilisers.outcontrol.steps": COUNT,
+    "precision.stabilisers.clamp.deviations": POSITIVE,
+    "precision.statistics.every_steps": NATURAL,
+    "precision.statistics.sequences": COUNT,
     "engine.zero_stage": Range(0, 3),
     "engine.bucket_mib": COUNT,
     "engine.rank_timeout_seconds": Range(5),
@@ -112,6 +134,7 @@ EXAMPLES: dict[str, Any] = {
     "model.head_dim": 64,
     "model.logit_softcap": 30,
     "optim.ema_decay": 0.999,
+    "precision.stabilisers.oscireset.start_step": 8000,
 }
 """A value that works, for keys whose default is null; the others offer their default."""
 
@@ -122,7 +145,8 @@ def validate(config: RunConfig) -> None:
     Reads the file system only to see whether named paths exist.
     """
     checks: tuple[Callable[[RunConfig], None], ...] = (
-        _ranges, _run, _heads, _rope, _sequences, _batch, _engine, _schedule, _rules, _switches, _sources, _tokenizer,
+        _ranges, _run, _heads, _rope, _sequences, _batch, _engine, _schedule, _rules, _switches, _stabilisers,
+        _sources, _tokenizer,
     )  # fmt: skip
     for check in checks:
         check(config)
@@ -328,6 +352,25 @@ def _switches(config: RunConfig) -> None:
             why = "the learning rate of this schedule has no phase in which it begins to fall"
             works = f"optim.schedule.kind=wsd or {key}.at=0.7 would work"
             raise _refuse(config, f"{key}.at_decay", "optim.schedule.kind", why=why, works=works)
+
+
+def _stabilisers(config: RunConfig) -> None:
+    s, key = config.precision.stabilisers, "precision.stabilisers"
+    o, keys = s.oscireset, (f"{key}.oscireset.window", f"{key}.oscireset.period")
+    if o.enabled and o.window > o.period - 2:
+        why = "a window opens, watches and closes within a period"
+        raise _refuse(config, *keys, why=why, works=f"{keys[1]}={o.window + 2} would work")
+    if o.enabled and o.start_step is not None and config.max_steps is not None and o.start_step >= config.max_steps:
+        works = f"{key}.oscireset.start_step=null follows the run's length"
+        raise _refuse(config, f"{key}.oscireset.start_step", "max_steps", why="the run ends before it", works=works)
+    last = s.outcontrol.first_step + s.outcontrol.steps - 1
+    if s.outcontrol.enabled and config.max_steps is not None and last >= config.max_steps:
+        keys, first = (f"{key}.outcontrol.first_step", f"{key}.outcontrol.steps"), max(1, config.max_steps // 20)
+        works = f"{keys[0]}={first} {keys[1]}={first} would work"
+        raise _refuse(config, *keys, "max_steps", why="the run ends before its channels are known", works=works)
+    if s.clamp.enabled and config.model.mlp is not MlpKind.relu2:
+        why = "the bound is that of a squared ReLU"
+        raise _refuse(config, f"{key}.clamp.enabled", "model.mlp", why=why, works="model.mlp=relu2 would work")
 
 
 def _sources(config: RunConfig) -> None:

@@ -10,9 +10,13 @@ graph break; the spec is a constant of the compiled code.
 just below its maximum does better with amax mapped to 4. Both scales are tried and each block keeps the one with the
 smaller error (sum of squares or of magnitudes); equal errors keep 6. With bound 256 the larger scale, 1.5 times as
 large, still fits E4M3. Choosing after rounding is biased, so gradients must not use it.
+
+**Memory.** A weight that drifts can make its block's choice flip back and forth, which moves sixteen weights at once.
+With `Memory` a block keeps the choice it had unless the other one's error is smaller by a margin (hysteresis).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +29,15 @@ from lowbit.quant.quantised import Quantised, Values, spread, to_codes
 from lowbit.quant.rounding import round_nearest, round_stochastic
 from lowbit.quant.scales import inner_scale, one_level, outer_scale
 from lowbit.quant.spec import EDEN, FOUR_OVER_SIX, OUTER_BLOCK, Outer, QuantSpec, Rounding
+
+
+class Memory(NamedTuple):
+    """What four over six remembers of the last time it quantised this tensor."""
+
+    choice: Tensor
+    """int8 [row blocks, column blocks]: 6 or 4, what amax was mapped to; 0 where nothing is remembered."""
+    margin: float
+    """The other choice is taken when its error is below (1 - margin) times the present one's; 1: never."""
 
 
 def quantise(x: Tensor, spec: QuantSpec, stream: Stream | None = None) -> Quantised:
@@ -41,8 +54,20 @@ def fake_quantise(x: Tensor, spec: QuantSpec, stream: Stream | None = None) -> T
     return quantise_values(x, spec, stream).dequantise()
 
 
-def quantise_values(x: Tensor, spec: QuantSpec, stream: Stream | None = None) -> Values:
-    """As `quantise`, with FP32 numbers on their grids in place of codes."""
+def quantise_values(x: Tensor, spec: QuantSpec, stream: Stream | None = None, memory: Memory | None = None) -> Values:
+    """As `quantise`, with FP32 numbers on their grids in place of codes. `memory`: for four over six only."""
+    return _values(x, spec, stream, memory)[0]
+
+
+def quantise_remembering(x: Tensor, spec: QuantSpec, memory: Memory | None = None) -> tuple[Values, Tensor]:
+    """Four over six: the values, and each block's choice as `Memory.choice` holds it."""
+    values, four = _values(x, spec, None, memory)
+    if four is None:
+        raise ValueError(f"{spec.name} has no choice between four and six")
+    return values, torch.where(four, 4, 6).to(torch.int8).reshape(four.shape[0], four.shape[2])
+
+
+def _values(x: Tensor, spec: QuantSpec, stream: Stream | None, memory: Memory | None) -> tuple[Values, Tensor | None]:
     if spec.stochastic and stream is None:
         raise ValueError(f"{spec.name} with {spec.rounding.value} rounding needs a random stream")
     if x.ndim == 0:
@@ -51,8 +76,8 @@ def quantise_values(x: Tensor, spec: QuantSpec, stream: Stream | None = None) ->
     amax = blocks.abs().amax((1, 3), keepdim=True)
     if spec.outer is Outer.NONE:
         scale, multiplier = one_level(amax, spec)
-        return Values(_round(blocks * multiplier, spec, stream), scale, None, tuple(x.shape), spec)
-    return _two_level(blocks, amax, tuple(x.shape), spec, stream)
+        return Values(_round(blocks * multiplier, spec, stream), scale, None, tuple(x.shape), spec), None
+    return _two_level(blocks, amax, tuple(x.shape), spec, stream, memory)
 
 
 def _blocks(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -81,8 +106,13 @@ def _round(y: Tensor, spec: QuantSpec, stream: Stream | None) -> Tensor:
     return round_stochastic(y, spec.element, stream.halves(Purpose.ELEMENTS, y.numel()).reshape(y.shape))
 
 
-def _two_level(x: Tensor, amax: Tensor, shape: tuple[int, ...], spec: QuantSpec, stream: Stream | None) -> Values:
-    """E4M3 block scales under an outer scale. x in blocks, amax [row blocks, 1, column blocks, 1]."""
+def _two_level(
+    x: Tensor, amax: Tensor, shape: tuple[int, ...], spec: QuantSpec, stream: Stream | None, memory: Memory | None
+) -> tuple[Values, Tensor | None]:
+    """E4M3 block scales under an outer scale, and which blocks took four where there is a choice.
+
+    x in blocks, amax [row blocks, 1, column blocks, 1].
+    """
     outer, inverse = outer_scale(_outer_amax(amax, spec), spec)
     by_block, inverse_by_block = outer, inverse
     if spec.outer in (Outer.BLOCK, Outer.BLOCK_POW2):
@@ -95,11 +125,13 @@ def _two_level(x: Tensor, amax: Tensor, shape: tuple[int, ...], spec: QuantSpec,
     scale, multiplier = inner_scale(amax, by_block, inverse_by_block, spec, spec.target)
     y = scaled * multiplier
     elements = _round(y, spec, stream)
+    four = None
     if spec.rounding in FOUR_OVER_SIX:
         scale4, multiplier4 = inner_scale(amax, by_block, inverse_by_block, spec, 4.0)
         elements4 = round_nearest(scaled * multiplier4, spec.element)
-        better = _error(elements4 * scale4, units, spec) < _error(elements * scale, units, spec)
-        elements, scale = torch.where(better, elements4, elements), torch.where(better, scale4, scale)
+        error4, error6 = _error(elements4 * scale4, units, spec), _error(elements * scale, units, spec)
+        four = error4 < error6 if memory is None else _stick(error4, error6, memory)
+        elements, scale = torch.where(four, elements4, elements), torch.where(four, scale4, scale)
     elif spec.rounding in EDEN:
         assert stream is not None
         if spec.rounding is Rounding.MS_EDEN:
@@ -108,7 +140,14 @@ def _two_level(x: Tensor, amax: Tensor, shape: tuple[int, ...], spec: QuantSpec,
             factor = correction(y.double(), elements.double())
         noise = stream.halves(Purpose.SCALES, scale.numel()).reshape(scale.shape)
         scale = corrected_scale(scale, factor, noise)
-    return Values(elements, scale, outer, shape, spec)
+    return Values(elements, scale, outer, shape, spec), four
+
+
+def _stick(error4: Tensor, error6: Tensor, memory: Memory) -> Tensor:
+    """Which blocks take four: those that did and still may, and those whose six has become too bad."""
+    before, keep = memory.choice.reshape(error4.shape), 1.0 - memory.margin
+    taken = torch.where(before == 4, ~(error6 < keep * error4), error4 < keep * error6)
+    return torch.where(before == 0, error4 < error6, taken)
 
 
 def _outer_amax(amax: Tensor, spec: QuantSpec) -> Tensor:

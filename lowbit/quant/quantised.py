@@ -68,6 +68,14 @@ class Values:
         operand, after = self.operand(), self.after()
         return operand if after is None else round_to_bf16(operand.float() * after).to(torch.bfloat16)
 
+    def grid(self) -> tuple[Tensor, Tensor]:
+        """Each element's number on the element format's grid, and the scale that it is multiplied by; FP32 both, of
+        the tensor's shape."""
+        scale = self.scale
+        if self.outer is not None:
+            scale = scale * (spread(self.outer, scale.shape[2]) if self.outer.shape[2] > 1 else self.outer)
+        return self._unblock(self.elements), self._unblock(scale.expand_as(self.elements))
+
     def _unblock(self, value: Tensor) -> Tensor:
         """Blocks -> the tensor's shape, without the padding."""
         row_blocks, rows, column_blocks, columns = value.shape
