@@ -37,6 +37,10 @@ class OutOfMemoryError(LowbitError):
     """The device ran out of memory; the message says what to change."""
 
 
+class RankError(LowbitError):
+    """Another process of the job died, failed or hangs, which the message names; this one is all right."""
+
+
 class Interrupted(LowbitError):
     """A signal asked the run to end; its state was saved. Exit code 130."""
 

@@ -16,7 +16,7 @@ import typer
 from lowbit.cli import complete, data, doctor, evaluate, generate, plan, pretrain, report, tokenizer, version
 from lowbit.cli.settings import TAKES_SETTINGS
 from lowbit.cli.signals import EndingSignals
-from lowbit.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, LowbitError
+from lowbit.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, LowbitError, RankError
 
 USAGE_ERROR: type[Exception] = cast(type[Exception], typer.BadParameter.__mro__[1])
 """What Typer raises for wrong options and arguments; only its subclasses are public."""
@@ -65,7 +65,7 @@ def run(arguments: list[str], signals: EndingSignals | None = None) -> int:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except Exception as error:
         signals.finish()
-        if signals.came is not None and not isinstance(error, Interrupted):
+        if signals.came is not None and not isinstance(error, (Interrupted, RankError)):
             return _fail(f"interrupted by {signals.came}", EXIT_INTERRUPTED)
         return _explain(error)
     signals.finish()

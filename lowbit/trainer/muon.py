@@ -45,18 +45,10 @@ class Muon(torch.optim.Muon):
         momenta = [self._momentum(p) for p in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])  # type: ignore[arg-type]
         updates = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta  # type: ignore[arg-type]
-        rows, columns = matrices[0].shape
-        dtype = torch.bfloat16 if fast_bf16(matrices[0].device) else torch.float32
-        stack = torch.empty((len(matrices), rows, columns), dtype=dtype, device=matrices[0].device)
-        torch._foreach_copy_(stack.unbind(), updates)
-        directions = orthogonalise(stack, group["ns_steps"], group["ns_coefficients"], group["eps"]).unbind()
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            scale = 0.2 * math.sqrt(max(rows, columns))
-        else:
-            scale = math.sqrt(max(1.0, rows / columns))
+        directions = _directions(list(updates), group)
         if group["weight_decay"]:
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(matrices, directions, alpha=-group["lr"] * scale)
+        torch._foreach_add_(matrices, directions, alpha=-group["lr"] * _step_length(matrices[0].shape, group))
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -64,6 +56,33 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum: Tensor = state["momentum_buffer"]
         return momentum
+
+
+def _directions(updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """orth(U) of updates of one shape."""
+    rows, columns = updates[0].shape
+    dtype = torch.bfloat16 if fast_bf16(updates[0].device) else torch.float32
+    stack = torch.empty((len(updates), rows, columns), dtype=dtype, device=updates[0].device)
+    torch._foreach_copy_(stack.unbind(), updates)
+    return list(orthogonalise(stack, group["ns_steps"], group["ns_coefficients"], group["eps"]).unbind())
+
+
+def _step_length(shape: torch.Size, group: dict[str, Any]) -> float:
+    """The factor s of matrices of this shape."""
+    rows, columns = shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def directions_of(updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """s * orth(U), FP32, of updates of any shapes, in their order; `group` has Muon's settings."""
+    found: dict[int, Tensor] = {}
+    for same in stacks(updates):
+        length = _step_length(same[0].shape, group)
+        for update, direction in zip(same, _directions(same, group), strict=True):
+            found[id(update)] = direction.float() * length
+    return [found[id(update)] for update in updates]
 
 
 def stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -26,6 +26,7 @@ AdamW and `momentum_buffer` of Muon.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class _Group:
 
     name: str
     optimizer: torch.optim.Optimizer
-    torch_group: dict[str, object]
+    torch_group: dict[str, Any]
     parameters: dict[str, nn.Parameter]
     lr: float
     weight_decay: float
@@ -82,10 +83,16 @@ def group_of(name: str, parameter: Tensor) -> str:
 class Optimizer:
     """All parameters of a model with their update rules; made by `build_optimizer`."""
 
-    def __init__(self, groups: list[_Group]) -> None:
+    def __init__(self, groups: list[_Group], with_state: bool = True) -> None:
         self._groups = groups
         self._optimizers = list(dict.fromkeys(group.optimizer for group in groups))
-        _make_state(groups)
+        if with_state:
+            _make_state(groups)
+
+    @property
+    def parts(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        """For each group the optimizer that updates it and its entry there: parameters, rates, settings."""
+        return [(group.optimizer, group.torch_group) for group in self._groups]
 
     def set_lr_scale(self, scale: float) -> None:
         """Learning rate of every group = its peak * `scale`, for the next steps."""
@@ -141,10 +148,11 @@ class Optimizer:
             tensor.copy_(tensors[name])
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+def build_optimizer(model: nn.Module, config: OptimConfig, with_state: bool = True) -> Optimizer:
     """Group the model's trainable parameters and give each group its optimizer, at peak learning rates.
 
     Parameters must already lie on their device. Shared parameters (a tied head) count once, under their first name.
+    Without `with_state`, whoever shards the states creates them (`new_state`).
     """
     members: dict[str, dict[str, nn.Parameter]] = {"hidden matrices": {}, "head": {}, "embedding": {}, "norms": {}}
     for name, parameter in model.named_parameters():
@@ -160,7 +168,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
             parameters = {name: p for name, p in parameters.items() if name not in matrices}
         if parameters:
             adamw.append((group, parameters))
-    return Optimizer(groups + _adamw(adamw, config))
+    return Optimizer(groups + _adamw(adamw, config), with_state)
 
 
 def _adamw(members: list[tuple[str, dict[str, nn.Parameter]]], config: OptimConfig) -> list[_Group]:
@@ -199,14 +207,16 @@ def _make_state(groups: list[_Group]) -> None:
     """Create the states that torch would create in the first step, so that one can be loaded before it."""
     for group in groups:
         for parameter in group.parameters.values():
-            state: dict[str, Tensor]
-            if isinstance(group.optimizer, Muon):
-                state = {"momentum_buffer": torch.zeros_like(parameter)}
-            else:
-                device = parameter.device if group.torch_group["fused"] else torch.device("cpu")
-                state = {
-                    "step": torch.zeros((), dtype=torch.float32, device=device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-            group.optimizer.state[parameter] = state
+            group.optimizer.state[parameter] = new_state(group.optimizer, group.torch_group, parameter)
+
+
+def new_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter, or of a rank's part of several, before the first step."""
+    if isinstance(optimizer, Muon):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    device = parameter.device if group["fused"] else torch.device("cpu")
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }

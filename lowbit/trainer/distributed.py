@@ -1,0 +1,201 @@
+"""Several processes as one job: who is who, and what they agree on besides gradients.
+
+Two channels, apart from the one that carries gradients:
+
+    board   a key-value store (PyTorch's TCPStore). Rank 0 does what must be done once (prepare data, hold the run's
+            lock, write checkpoints) and posts how it went; the others wait for the post. An error is posted too, so
+            that every rank raises it: nobody waits in a collective for a rank that has left.
+    group   a gloo group on the CPU for a few numbers a step: tokens, losses, whether a signal came. It works beside
+            NCCL and never waits for the GPU.
+
+Everything here is called by all ranks in the same order. One process has neither channel, and every call is immediate.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lowbit import errors
+from lowbit.errors import Interrupted, LowbitError
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.05
+
+
+class Lookout(Protocol):
+    """Knows whether other ranks still live (`trainer.launch.Watch`)."""
+
+    def check(self) -> None:
+        """Raise LowbitError, naming the rank, when one has died or failed."""
+        ...
+
+    def move(self, doing: str) -> None:
+        """This rank begins with `doing`."""
+        ...
+
+    @property
+    def tolerant(self) -> bool:
+        """Settable: while true, a rank that is alive may take as long as it likes."""
+        ...
+
+    @tolerant.setter
+    def tolerant(self, value: bool) -> None: ...
+
+
+class Ranks:
+    """The processes of a job; `rank` is this one's number."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world: int = 1,
+        local_rank: int = 0,
+        local_world: int = 1,
+        board: Store | None = None,
+        group: dist.ProcessGroup | None = None,
+        lookout: Lookout | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world = world
+        self.local_rank = local_rank
+        self.local_world = local_world
+        self.group = group
+        self.lookout = lookout
+        self._board = board
+        self._posts = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.rank == 0
+
+    def move(self, doing: str) -> None:
+        """Say that this rank moves on, and to what: those that watch for a rank that hangs read it."""
+        if self.lookout is not None:
+            self.lookout.move(doing)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums of host numbers over all ranks, FP64; the same bits on every rank."""
+        if self.group is None:
+            return [float(value) for value in values]
+        total = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return [float(value) for value in total]
+
+    def first_does(self, work: Callable[[], T]) -> T | None:
+        """Rank 0 does `work` while the others wait; its result there, None on the others.
+
+        However long it takes. An error that rank 0 raises is raised on every rank.
+        """
+        if self._board is None:
+            return work()
+        result, outcome = _attempt(work, only=self.first)
+        key = self._next_key()
+        if self.first:
+            self._post(key, outcome.as_dict())
+        else:
+            outcome = _Outcome.of(self._read(key))
+        outcome.require(f"rank 0: {outcome.message}" if not self.first else None)
+        return result
+
+    def share(self, value: T) -> T:
+        """Rank 0's value, of JSON types, on every rank."""
+        if self._board is None:
+            return value
+        key = self._next_key()
+        if self.first:
+            self._post(key, value)
+            return value
+        shared: T = self._read(key)
+        return shared
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, of JSON types, in the order of ranks, on every rank."""
+        if self._board is None:
+            return [value]
+        key = self._next_key()
+        self._post(f"{key}/{self.rank}", value)
+        return [self._read(f"{key}/{rank}") for rank in range(self.world)]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Every rank does `work`; when one of them fails, all raise: its own error where it was, and told elsewhere."""
+        result, outcome = _attempt(work)
+        for rank, entry in enumerate(self.gather(outcome.as_dict())):
+            if rank != self.rank and not outcome.message:
+                theirs = _Outcome.of(entry)
+                theirs.require(f"rank {rank}: {theirs.message}")
+        outcome.require(None)
+        assert result is not None or outcome.error is None
+        return result  # type: ignore[return-value]
+
+    def _next_key(self) -> str:
+        self._posts += 1
+        return f"lowbit/post/{self._posts}"
+
+    def _post(self, key: str, value: Any) -> None:
+        assert self._board is not None
+        self._board.set(key, json.dumps(value))
+
+    def _read(self, key: str) -> Any:
+        """Wait for a post; ends with an error when a rank dies meanwhile."""
+        assert self._board is not None
+        patience = POLL_SECONDS / 16
+        if self.lookout is not None:
+            self.lookout.tolerant = True
+        try:
+            while not self._board.check([key]):
+                if self.lookout is not None:
+                    self.lookout.check()
+                time.sleep(patience)
+                patience = min(2 * patience, POLL_SECONDS)
+            return json.loads(self._board.get(key))
+        finally:
+            if self.lookout is not None:
+                self.lookout.tolerant = False
+
+
+class _Outcome:
+    """How a piece of work ended, in a form that can be posted."""
+
+    def __init__(self, kind: str = "", message: str = "", error: BaseException | None = None) -> None:
+        self.kind = kind
+        self.message = message
+        self.error = error
+
+    @classmethod
+    def of(cls, entry: dict[str, str]) -> "_Outcome":
+        return cls(entry["kind"], entry["message"])
+
+    def as_dict(self) -> dict[str, str]:
+        return {"kind": self.kind, "message": self.message}
+
+    def require(self, message: str | None) -> None:
+        """Raise the error, if there was one: this rank's own, or one of the same class that says `message`."""
+        if self.error is not None:
+            raise self.error
+        if self.kind:
+            raise getattr(errors, self.kind, LowbitError)(message or self.message)
+
+
+def _attempt(work: Callable[[], T], only: bool = True) -> tuple[T | None, _Outcome]:
+    """Do `work` (where `only` says so) and keep what it raises."""
+    if not only:
+        return None, _Outcome()
+    try:
+        return work(), _Outcome()
+    except KeyboardInterrupt as error:
+        return None, _Outcome(Interrupted.__name__, "interrupted", error)
+    except BaseException as error:
+        kind = type(error).__name__ if isinstance(error, LowbitError) else LowbitError.__name__
+        message = str(error) if isinstance(error, LowbitError) else f"{type(error).__name__}: {error}"
+        return None, _Outcome(kind, message or type(error).__name__, error)
+
+
+ALONE = Ranks()
+"""The one process of a job without others."""
