@@ -46,8 +46,11 @@ class Outcome:
 
 def checked(overrides: Sequence[str]) -> RunConfig:
     """The configuration of one run, composed and validated. Raises ConfigError."""
+    from lowbit.trainer.precision import check_precision
+
     config = to_run_config(compose_tree(overrides))
     validate(config)
+    check_precision(config)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise ConfigError(

@@ -23,8 +23,11 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Print parameters, FLOPs a token, memory by part, the largest micro-batch that fits, and the run's length."""
+    """Print parameters, FLOPs a token, memory by part, the largest micro-batch that fits, the run's length, and what
+    each layer computes in."""
+    from lowbit.trainer.hardware import pick_device
     from lowbit.trainer.plan import plan as make_plan
+    from lowbit.trainer.precision import plan_precision
 
     config = read(overrides)
     device, memory_bytes, compute_bytes = _device(config, memory_gb)
@@ -32,6 +35,7 @@ def plan(
     made = make_plan(config, vocab_size, compute_bytes=compute_bytes, memory_bytes=memory_bytes)
     dtype = "bf16" if compute_bytes == 2 else "fp32"
     print("\n".join(describe(config, made, vocab_size, f"{device}, {memory_bytes / GIB:.1f} GiB, {dtype}")))
+    print("\n".join(plan_precision(config, None if memory_gb is not None else pick_device(config.device))))
 
 
 def describe(config: "RunConfig", made: "Plan", vocab_size: int, device: str) -> list[str]:

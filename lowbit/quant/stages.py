@@ -67,6 +67,11 @@ class StagePolicy:
     default: LinearPolicy
     rules: tuple[Rule, ...] = ()
 
+    @property
+    def quantised(self) -> bool:
+        """Whether it may quantise some layer."""
+        return self.default.quantised or any(rule.policy.quantised for rule in self.rules)
+
     def rule_of(self, name: str, blocks: int) -> Rule | None:
         """The rule that decides about a layer, if any."""
         return next((rule for rule in self.rules if rule.matches(name, blocks)), None)
@@ -133,15 +138,16 @@ class PrecisionPolicy:
                 forward, dgrad, wgrad = switch.forward or forward, switch.dgrad or dgrad, switch.wgrad or wgrad
         return StagePolicy(_combine(forward, dgrad, wgrad), self.rules)
 
-    def phases(self, stage: Stage = Stage.training) -> list[StagePolicy]:
-        """Every policy that a stage can come to have, the one it starts with first."""
+    def phases(self, stage: Stage = Stage.training, active: Sequence[bool] = ()) -> list[StagePolicy]:
+        """Every policy that a stage can come to have once these switches are due, the one it then has first."""
         if stage is not Stage.training:
             return [self.sampler if stage is Stage.sampler else self.trainer]
-        return list(dict.fromkeys(self.training(active) for active in self._reachable()))
+        return list(dict.fromkeys(self.training(later) for later in self._reachable(active)))
 
-    def _reachable(self) -> Iterator[tuple[bool, ...]]:
-        """The sets of switches that can be due at once."""
-        for active in itertools.product((False, True), repeat=len(self.switches)):
+    def _reachable(self, now: Sequence[bool]) -> Iterator[tuple[bool, ...]]:
+        """The sets of switches that can be due at once, those of `now` among them."""
+        choices = [(True,) if i < len(now) and now[i] else (False, True) for i in range(len(self.switches))]
+        for active in itertools.product(*choices):
             pairs = itertools.permutations(zip(self.switches, active, strict=True), 2)
             if not any(on and not other_on and a.implies(b) for (a, on), (b, other_on) in pairs):
                 yield active
@@ -173,6 +179,8 @@ def describe(policy: LinearPolicy) -> dict[str, str]:
 
 
 def _describe_product(product: ProductPolicy) -> str:
+    if not product.quantised:
+        return "BF16"
     rotation = f", rotation {product.rotation} {product.signs.value}" if product.rotation else ""
     return f"{product.left.name} x {product.right.name}{rotation}"
 

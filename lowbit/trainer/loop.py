@@ -25,6 +25,7 @@ from lowbit.trainer.guard import SignalGuard, SpikeScore, first_bad, first_bad_g
 from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog
 from lowbit.trainer.objective import Objective
+from lowbit.trainer.precision import RunPrecision, rehearsal
 from lowbit.trainer.schedule import lr_scale, progress
 
 
@@ -66,6 +67,7 @@ class Trainer:
         log: MetricsLog,
         console: Console,
         meter: StepMeter,
+        precision: RunPrecision,
         ema: Ema | None = None,
         position: Position | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class Trainer:
         self.log = log
         self.console = console
         self.meter = meter
+        self.precision = precision
         self.ema = ema
         self.position = position or Position()
 
@@ -112,8 +115,10 @@ class Trainer:
             batches = self.loader.next_step()
         valid = engine.sum_over_ranks(sum(batch.valid_tokens for batch in batches))
         scale = lr_scale(config.optim.schedule, position.step, self.progress)
+        self._begin_step(batches[0])
         nll = torch.zeros((), device=engine.device)
-        for batch in batches:
+        for index, batch in enumerate(batches):
+            self.precision.begin_micro_batch(position.step, engine.rank * len(batches) + index, engine.rank)
             nll += engine.micro_step(self.objective, batch.to(engine.device), 1.0 / valid).nll_sum
         norm = engine.gradient_norm()
         loss, grad_norm = torch.stack([nll.double() / valid, norm.double()]).tolist()  # the step's one synchronisation
@@ -146,6 +151,16 @@ class Trainer:
     def done(self) -> bool:
         """Whether a limit is reached."""
         return self.progress >= 1.0
+
+    def _begin_step(self, batch: Batch) -> None:
+        """The precision of the coming step; before the first one, a rehearsal of those that follow."""
+        engine = self.engine
+
+        def loss() -> torch.Tensor:
+            return self.objective(engine.model, batch.to(engine.device)).loss_sum
+
+        rehearse = rehearsal(loss, engine.model) if engine.world == 1 else None
+        self.precision.begin_step(self.position.step, self.progress, rehearse)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.position.step % every == 0

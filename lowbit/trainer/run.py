@@ -37,7 +37,6 @@ from lowbit.trainer.hardware import (
     compute_dtype,
     device_memory,
     device_name,
-    fast_bf16,
     peak_flops,
     pick_device,
     set_deterministic,
@@ -48,6 +47,7 @@ from lowbit.trainer.memory import explain_out_of_memory, what_to_change
 from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog
 from lowbit.trainer.objective import NextToken
+from lowbit.trainer.precision import RunPrecision, check_precision
 from lowbit.trainer.schedule import limits_reached, sequences_at
 
 logger = logging.getLogger("lowbit")
@@ -102,6 +102,7 @@ class Pretraining:
         self.run_dir = run_dir
         self.device = pick_device(config.device)
         self.dtype = compute_dtype(config.precision, self.device)
+        check_precision(config)
         self.console = Console(run_dir)
         self.store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, logger.warning)
         self.ema: Ema | None = None
@@ -126,6 +127,7 @@ class Pretraining:
         self.data = prepare_data(config.data, logger.info)
         self.token_bytes = self.data.tokenizer.token_bytes()
         self.model = build_model(config, self.data.tokenizer.vocab_size, self.dtype, self.device)
+        self.precision = RunPrecision(config, self.model)
         self.engine = LocalEngine(self.model, config.optim, config.engine)
         self.loader = self._make_loader()
         position = self._resume()
@@ -143,6 +145,7 @@ class Pretraining:
             self.log,
             self.console,
             StepMeter(self.device, self._flops_per_token(), peak, self.engine.world),
+            self.precision,
             self.ema,
             position,
         )
@@ -196,14 +199,8 @@ class Pretraining:
         logger.info("model %s: %.1f million parameters", self.config.model.name, parameters / 1e6)
         for row in self.engine.optimizer.groups():
             logger.info("  %s", row)
-        native = self.dtype is torch.float32 or fast_bf16(self.device)
-        logger.info(
-            "device %s, precision %s: compute %s (%s)",
-            device_name(self.device),
-            self.config.precision.name,
-            str(self.dtype).removeprefix("torch."),
-            "native" if native else "emulated",
-        )
+        for line in self.precision.lines():
+            logger.info("%s", line)
         logger.info("%s", "MFU n/a: the peak of this device is not known" if peak is None else MFU_FORMULA)
 
     # Checkpoints ----------------------------------------------------------------------------------------------
@@ -232,6 +229,7 @@ class Pretraining:
                     "identity": self._identity(),
                     "vocab_size": self.data.tokenizer.vocab_size,
                     "final_bpb": self._final_bpb,
+                    "precision": self.precision.state(),
                     "versions": {
                         "lowbit": lowbit.__version__,
                         "torch": torch.__version__,
@@ -257,6 +255,7 @@ class Pretraining:
         if self.ema is not None and snapshot.ema is not None:
             self.ema.load_state_tensors(snapshot.ema)
         self._final_bpb = snapshot.meta.get("final_bpb")
+        self.precision.resume(snapshot.meta.get("precision"), snapshot.step)
         cursor = Cursor.from_dict(snapshot.meta["cursor"])
         if cursor.seed != self.config.seed:
             logger.warning("from here on seed=%d orders the data; so far it was %d", self.config.seed, cursor.seed)
@@ -279,7 +278,11 @@ class Pretraining:
         if last:
             self._final_bpb = result.bpb
         row = {"val_bpb": result.bpb, "val_loss": result.loss}
-        if self.dtype is torch.bfloat16:
+        if self.precision.quantised:
+            with self.precision.high():
+                batches = self.data.validation_batches(self.config.batch.micro_batch, budget)
+                row["val_bpb_bf16"] = evaluate(self.model, batches, self.token_bytes).bpb
+        elif self.dtype is torch.bfloat16:
             row["val_bpb_bf16"] = result.bpb
         if self.ema is not None:
             with self.ema.swapped():
@@ -359,6 +362,7 @@ def load_run(run_dir: Path, checkpoint: str = "latest", device: str = "auto") ->
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     where = pick_device(device)
     model = build_model(config, tokenizer.vocab_size, compute_dtype(config.precision, where), where)
+    RunPrecision(config, model).resume(snapshot.meta.get("precision"), snapshot.step)
     load_tensors({name: p.detach() for name, p in model.named_parameters()}, snapshot.model)
     return LoadedRun(run_dir, config, model, tokenizer, snapshot.step)
 

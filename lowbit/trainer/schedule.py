@@ -80,6 +80,11 @@ def _shape(config: ScheduleConfig, progress: float) -> float:
     return 1 - (1 - final) * (progress - start) / config.decay_fraction
 
 
+def decaying(config: ScheduleConfig, progress: float) -> bool:
+    """Whether the learning rate of a step that starts at `progress` has begun to fall (`wsd` only)."""
+    return config.kind is ScheduleKind.wsd and progress > 1 - config.decay_fraction
+
+
 def sequences_at(config: RunConfig, sample: int) -> int:
     """Sequences of the optimizer step that starts at global sample `sample` (batch-size warm-up).
 

@@ -1,0 +1,211 @@
+"""A run's precision over time: applied to the model when it is built, then moved along with the steps.
+
+Before each step `begin_step` puts the policy in force that the switches have reached, a pure function of where the run
+is, so that a resumed run needs nothing more. Before each micro-batch `begin_micro_batch` moves the clock that the
+layers' noise is keyed by. Before the first step every policy that is still to come is rehearsed on a micro-batch, its
+gradients thrown away: it is compiled, and found to fit into memory, while the run is young.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lowbit.configs.schema import ComputeDtype, RunConfig
+from lowbit.configs.stored import flatten
+from lowbit.models.transformer import Transformer
+from lowbit.quant.apply import (
+    apply_policy,
+    assign,
+    candidates,
+    clocks,
+    high_precision,
+    report_policy,
+    set_clock,
+    set_stage,
+)
+from lowbit.quant.policy import ProductPolicy
+from lowbit.quant.report import EMULATED, NATIVE, PolicyReport
+from lowbit.quant.stages import PrecisionPolicy, Stage, describe, resolve
+from lowbit.trainer.hardware import compute_dtype, device_name, fast_bf16
+from lowbit.trainer.schedule import decaying
+
+logger = logging.getLogger("lowbit")
+
+
+def check_precision(config: RunConfig) -> None:
+    """Raise ConfigError for names and formats that do not exist, and rules and shapes that do not fit the model."""
+    policy = resolve(config.precision)
+    layers = candidates(_on_meta(config, torch.float32))
+    for stage in Stage:
+        for phase in policy.phases(stage):
+            assign(phase, layers)
+
+
+def plan_precision(config: RunConfig, device: torch.device | None = None) -> list[str]:
+    """The lines that `lowbit plan` prints: what each layer would get. `device` None: some GPU with fast BF16.
+
+    Raises ConfigError as `check_precision`.
+    """
+    policy = resolve(config.precision)
+    dtype = _planned_dtype(config, device)
+    name = "a GPU" if device is None else device_name(device)
+    runs = _runs(dtype, device)
+    report = report_policy(_on_meta(config, dtype), policy, dtype=_word(dtype), device=name, runs=runs)
+    return describe_precision(config, policy, report)
+
+
+def _on_meta(config: RunConfig, dtype: torch.dtype) -> Transformer:
+    """The model without memory; its vocabulary does not matter here."""
+    with torch.device("meta"):
+        return Transformer(config.model, 1, dtype)
+
+
+def describe_precision(config: RunConfig, policy: PrecisionPolicy, report: PolicyReport) -> list[str]:
+    """Table, switches, and the policies of the RL stages, line by line; one line where nothing is quantised."""
+    head = f"precision {config.precision.name} on {report.device}"
+    if not any(phase.quantised for stage in Stage for phase in policy.phases(stage)):
+        return [f"{head}: {report.dtype.upper()} in every layer, {report.runs}"]
+    lines = [f"{head}, quantised products {report.runs}:" if report.quantised else f"{head}:"]
+    lines += [f"  {line}" for line in report.table().splitlines()]
+    before = describe(policy.training().default)
+    for number, switch in enumerate(policy.switches):
+        active = [i <= number for i in range(len(policy.switches))]
+        after = describe(policy.training(active).default)
+        changes = [f"{key} becomes {value}" for key, value in after.items() if before.get(key) != value]
+        lines.append(f"  {switch.when}: {switch.label}: {'; '.join(changes) or 'no change'}")
+        before = after
+    for stage in (Stage.sampler, Stage.trainer):
+        words = describe(policy.phases(stage)[0].default)
+        parts = ("fprop",) if stage is Stage.sampler else ("fprop", "dgrad", "wgrad")
+        lines.append(f"  RL {stage}: " + ", ".join(f"{part} {words[part]}" for part in parts))
+    return lines
+
+
+class RunPrecision:
+    """The precision of one run and its model."""
+
+    def __init__(self, config: RunConfig, model: Transformer) -> None:
+        """Apply the policy to `model`, which is on its device. Raises ConfigError as `apply_policy`."""
+        device = model.head_weight.device
+        dtype = model.compute_dtype
+        self.config = config
+        self.model = model
+        self.policy = resolve(config.precision)
+        self.report = apply_policy(
+            model,
+            self.policy,
+            seed=config.seed,
+            dtype=_word(dtype),
+            device=device_name(device),
+            runs=_runs(dtype, device),
+        )
+        self.active = (False,) * len(self.policy.switches)
+        self._clocks = clocks(model)
+        self._rehearsed = False
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the forward in force quantises anything in any layer."""
+        stage = self.policy.training(self.active)
+        return any(policy.fprop.quantised for policy in assign(stage, candidates(self.model)).values())
+
+    def lines(self) -> list[str]:
+        """What the run's start prints."""
+        return describe_precision(self.config, self.policy, self.report)
+
+    # In time --------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int, progress: float, rehearse: Callable[[], None] | None = None) -> None:
+        """Put the policy in force that the step after `step` steps, at `progress` of the run, computes in.
+
+        `rehearse` runs a micro-batch forward and backward without any effect; it is called for each policy that may
+        still come, before the first step.
+        """
+        if not self._rehearsed and rehearse is not None:
+            self._rehearse(rehearse)
+        falling = decaying(self.config.optim.schedule, progress)
+        self.set_active([switch.due(step, progress, falling) for switch in self.policy.switches], step)
+
+    def set_active(self, active: Sequence[bool], step: int | None = None) -> None:
+        """Put the policy in force that these switches make; with `step`, say what changed."""
+        if self.active == tuple(active):
+            return
+        for switch, was, now in zip(self.policy.switches, self.active, active, strict=True):
+            if step is not None and was != now:
+                verb = "from here on" if now else "no longer"
+                logger.info("precision after step %d: %s %s (%s)", step, verb, switch.label, switch.when)
+        self.active = tuple(active)
+        set_stage(self.model, self.policy.training(self.active))
+
+    def begin_micro_batch(self, step: int, micro_batch: int, rank: int) -> None:
+        """Move the clock. step: steps done; micro_batch: index in the step over all ranks."""
+        for clock in self._clocks:
+            set_clock(clock, step, micro_batch, rank)
+
+    def _rehearse(self, rehearse: Callable[[], None]) -> None:
+        self._rehearsed = True
+        now = self.policy.training(self.active)
+        try:
+            for phase in self.policy.phases(active=self.active):
+                if phase != now:
+                    set_stage(self.model, phase)
+                    rehearse()
+        finally:
+            set_stage(self.model, now)
+
+    # Evaluation -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def high(self) -> Iterator[None]:
+        """The forward without any quantisation."""
+        with high_precision(self.model):
+            yield
+
+    # Checkpoints ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint's meta: the policy, and which switches were due in the last step."""
+        return {"policy": self.policy.as_dict(), "compute": self.report.dtype, "active": list(self.active)}
+
+    def resume(self, saved: dict[str, Any] | None, step: int) -> None:
+        """Go back to where a checkpoint was, and say if it was trained in another precision.
+
+        The clock is that of `step`, so that a forward whose noise it keys is the same in every process.
+        """
+        here = self.state()
+        if saved is not None and saved["policy"] != here["policy"]:
+            was, now = flatten(saved["policy"]), flatten(here["policy"])
+            keys = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
+            shown = "; ".join(f"{key}: {was.get(key, 'nothing')} so far, {now.get(key, 'nothing')} now" for key in keys)
+            logger.warning("the precision of this run changes after step %d: %s", step, shown)
+        elif saved is not None and len(saved["active"]) == len(self.active):
+            self.set_active(saved["active"])
+        self.begin_micro_batch(step, 0, 0)
+
+
+def rehearsal(loss: Callable[[], torch.Tensor], model: Transformer) -> Callable[[], None]:
+    """A `rehearse` for `RunPrecision.begin_step`: the whole forward and backward, with no gradient left behind."""
+
+    def run() -> None:
+        torch.autograd.grad(loss(), [model.embedding.weight])
+
+    return run
+
+
+def _runs(dtype: torch.dtype, device: torch.device | None) -> Callable[[ProductPolicy], str]:
+    """How a device runs a product. Quantised ones are emulated everywhere until a backend takes them."""
+    plain = NATIVE if dtype is torch.float32 or device is None or fast_bf16(device) else EMULATED
+    return lambda product: EMULATED if product.quantised else plain
+
+
+def _planned_dtype(config: RunConfig, device: torch.device | None) -> torch.dtype:
+    if device is not None:
+        return compute_dtype(config.precision, device)
+    return torch.float32 if config.precision.compute is ComputeDtype.fp32 else torch.bfloat16
+
+
+def _word(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
