@@ -33,6 +33,10 @@ class Linear(nn.Module):
         weight = self.weight.to(x.dtype) if self.frozen is None else self.frozen
         return F.linear(x, weight)
 
+    def freeze(self, dtype: torch.dtype) -> None:
+        """Make and use a copy of the weight as products in `dtype` read it; see `frozen_weights`."""
+        self.frozen = self.weight.detach().to(dtype)
+
     def project_together(self, x: Tensor, others: "Sequence[Linear]") -> tuple[Tensor, ...]:
         """See `project`; a layer that gains from a shared input overrides this."""
         return tuple(linear(x) for linear in (self, *others))
@@ -50,12 +54,13 @@ def project(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
 def frozen_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Round every Linear's weight to `dtype` once and use the copies until the context ends.
 
-    For generation and other passes in which no weight changes; gradients do not reach the masters inside it.
+    For generation and other passes in which no weight changes and no gradient is wanted: none reaches the masters
+    inside it. A low-bit layer's copy holds the numbers that its quantiser makes of the weight.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     try:
         for linear in linears:
-            linear.frozen = linear.weight.detach().to(dtype)
+            linear.freeze(dtype)
         yield
     finally:
         for linear in linears:

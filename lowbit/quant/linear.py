@@ -42,7 +42,7 @@ from lowbit.quant.bits import round_to_bf16
 from lowbit.quant.hadamard import unrotate
 from lowbit.quant.philox import Product, Side, Stream
 from lowbit.quant.policy import Alignment, Kept, LinearPolicy, Operand, ProductPolicy
-from lowbit.quant.product import Factor, bf16_valued, factor, multiply, signs_of
+from lowbit.quant.product import Dense, Factor, bf16_valued, factor, multiply, signs_of
 from lowbit.quant.quantised import Packed, Quantised, Values, crop, to_codes
 from lowbit.quant.spec import Outer, Scale
 
@@ -93,6 +93,9 @@ class LowbitLinear(Linear):
 
     def _attach(self, policy: LinearPolicy, key: Tensor, clock: Tensor) -> None:
         self.policy = policy
+        self.frozen_scale: Tensor | None = None
+        """Of the factor `frozen`: FP32 [1, 1] or [out, 1]."""
+        self.frozen_signs: Tensor | None = None
         self.register_buffer("key", key, persistent=False)
         self.register_buffer("clock", clock, persistent=False)
 
@@ -103,19 +106,48 @@ class LowbitLinear(Linear):
     def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
         """This layer's output and those of `others`, which read the same x: x is quantised and kept once.
 
-        Layers whose policies differ from this one's are called one by one.
+        Layers whose policies differ are called one by one.
         """
         layers = [self, *(o for o in others if isinstance(o, LowbitLinear) and o.policy == self.policy)]
-        if len(layers) <= len(others) or not self.policy.quantised:
-            return tuple(Linear.forward(self, x) if o is self else o(x) for o in (self, *others))
+        if len(layers) <= len(others):
+            return tuple(linear(x) for linear in (self, *others))
+        if not self.policy.quantised:
+            return tuple(Linear.forward(layer, x) for layer in layers)
         rows = x.reshape(-1, x.shape[-1])
-        outputs = linear_products(
-            rows, [layer.weight for layer in layers], [layer.key for layer in layers], self.clock, self.policy
-        )
+        if self.frozen is None:
+            weights, keys = [layer.weight for layer in layers], [layer.key for layer in layers]
+            outputs = linear_products(rows, weights, keys, self.clock, self.policy)
+        else:
+            alone = self.policy.fprop.rotation != 0  # each copy has its own layer's rotation
+            groups = [[layer] for layer in layers] if alone else [layers]
+            outputs = tuple(y for group in groups for y in _frozen_products(rows, group))
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
+
+    @torch.no_grad()
+    def freeze(self, dtype: torch.dtype) -> None:
+        """Hold fprop's right factor, and its rotation, as the clock stands now, for passes without gradients."""
+        if not self.policy.quantised:
+            super().freeze(dtype)
+            return
+        stream = Stream(self.key, self.clock, Product.FPROP, Side.RIGHT)
+        self.frozen_signs = _signs(self.policy.fprop, stream)
+        right = factor(self.weight, self.policy.fprop.right, stream, self.frozen_signs, dtype)
+        self.frozen, self.frozen_scale = right.operand().to(dtype), right.after()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.policy.summary}"
+
+
+@torch.no_grad()
+def _frozen_products(x: Tensor, layers: Sequence[LowbitLinear]) -> tuple[Tensor, ...]:
+    """fprop with the factors that `freeze` made; x [tokens, in] -> [tokens, out] each."""
+    rights: list[Factor] = []
+    for layer in layers:
+        assert layer.frozen is not None
+        rights.append(Dense(layer.frozen, layer.frozen_scale))
+    first = layers[0]
+    stream = Stream(first.key, first.clock, Product.FPROP, Side.LEFT)
+    return _forward(x, [layer.weight for layer in layers], rights, stream, first.frozen_signs, first.policy).outputs
 
 
 def linear_products(
@@ -129,7 +161,7 @@ def linear_products(
         return tuple(F.linear(x, w.to(x.dtype)) for w in weights)
     weight_grad = any(w.requires_grad for w in weights)
     if not torch.is_grad_enabled() or not (weight_grad or x.requires_grad):
-        return _forward(x, weights, keys, clock, policy).outputs
+        return _training_forward(x, weights, keys, clock, policy).outputs
     spec = _Call(policy, len(weights), x.requires_grad, weight_grad)
     outputs: tuple[Tensor, ...] = LinearProducts.apply(x, clock, spec, *weights, *keys)  # type: ignore[no-untyped-call]
     return outputs
@@ -152,7 +184,7 @@ class LinearProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Tensor, call: _Call, *weights_and_keys: Tensor) -> tuple[Tensor, ...]:
         weights, keys = weights_and_keys[: call.count], weights_and_keys[call.count :]
-        result = _forward(x, weights, keys, clock, call.policy)
+        result = _training_forward(x, weights, keys, clock, call.policy)
         kept = _keep(x, result, keys[0], clock, call.policy) if call.weight_grad else _Kept(None)
         ctx.call, ctx.dtype, ctx.shapes = call, x.dtype, (kept.shape, kept.scale_shape)
         ctx.save_for_backward(clock, kept.data, kept.scales, kept.outer, kept.mean, *weights_and_keys)
@@ -205,24 +237,42 @@ class _Kept:
 
 
 def _forward(
-    x: Tensor, weights: Sequence[Tensor], keys: Sequence[Tensor], clock: Tensor, policy: LinearPolicy
+    x: Tensor,
+    weights: Sequence[Tensor],
+    rights: Sequence[Factor],
+    stream: Stream,
+    signs: Tensor | None,
+    policy: LinearPolicy,
 ) -> _Forward:
-    """fprop. Siblings' rotation signs are the first one's, since their input is rotated once."""
+    """fprop, with the weights' factors at hand; `stream` is x's."""
     dtype, mean = x.dtype, None
     if policy.mean_split:
         mean, x = split_mean(x)
-    stream = Stream(keys[0], clock, Product.FPROP, Side.LEFT)
-    signs = _signs(policy.fprop, stream)
     left = factor(x, policy.fprop.left, stream, signs, dtype)
-    outputs = []
-    for weight, key in zip(weights, keys, strict=True):
-        right = factor(weight, policy.fprop.right, Stream(key, clock, Product.FPROP, Side.RIGHT), signs, dtype)
-        if mean is None:
-            outputs.append(multiply(left, right, dtype))
-        else:
-            constant = mean @ bf16_valued(weight, torch.float32).t()  # [1, out]
-            outputs.append((multiply(left, right, dtype, torch.float32) + constant).to(dtype))
+    if mean is None:
+        outputs = [multiply(left, right, dtype) for right in rights]
+    else:
+        constants = [mean @ bf16_valued(weight, torch.float32).t() for weight in weights]  # [1, out]
+        sums = [multiply(left, right, dtype, torch.float32) for right in rights]
+        outputs = [(y + constant).to(dtype) for y, constant in zip(sums, constants, strict=True)]
     return _Forward(tuple(outputs), left, x, mean)
+
+
+def _training_forward(
+    x: Tensor, weights: Sequence[Tensor], keys: Sequence[Tensor], clock: Tensor, policy: LinearPolicy
+) -> _Forward:
+    stream = Stream(keys[0], clock, Product.FPROP, Side.LEFT)
+    rights = _weight_factors(weights, keys, clock, policy, x.dtype)
+    return _forward(x, weights, rights, stream, _signs(policy.fprop, stream), policy)
+
+
+def _weight_factors(
+    weights: Sequence[Tensor], keys: Sequence[Tensor], clock: Tensor, policy: LinearPolicy, dtype: torch.dtype
+) -> list[Factor]:
+    """Q2(W) of siblings, rotated by the first one's signs, since their input is rotated once."""
+    streams = [Stream(key, clock, Product.FPROP, Side.RIGHT) for key in keys]
+    signs = _signs(policy.fprop, streams[0])
+    return [factor(w, policy.fprop.right, s, signs, dtype) for w, s in zip(weights, streams, strict=True)]
 
 
 def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,13 +309,12 @@ def _input_gradient(
 ) -> Tensor:
     """dgrad: dX [tokens, in], the sum over siblings."""
     total = None
-    forward_signs = _signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.LEFT))
-    for grad, weight, key in zip(grads, weights, keys, strict=True):
-        source, after = weight, None
-        if policy.alignment is Alignment.ALIGNED and policy.fprop.right.spec is not None:
-            stream = Stream(key, clock, Product.FPROP, Side.RIGHT)
-            right = factor(weight, policy.fprop.right, stream, forward_signs, dtype)
-            source, after = _dequantised(right, forward_signs, weight.shape[1])
+    sources: list[tuple[Tensor, Tensor | None]] = [(weight, None) for weight in weights]
+    if policy.alignment is Alignment.ALIGNED and policy.fprop.right.spec is not None:
+        forward_signs = _signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.RIGHT))
+        factors = _weight_factors(weights, keys, clock, policy, dtype)
+        sources = [_dequantised(f, forward_signs, w.shape[1]) for f, w in zip(factors, weights, strict=True)]
+    for grad, (source, after), key in zip(grads, sources, keys, strict=True):
         left_stream = Stream(key, clock, Product.DGRAD, Side.LEFT)
         signs = _signs(policy.dgrad, left_stream)
         left = factor(grad, policy.dgrad.left, left_stream, signs, dtype)
