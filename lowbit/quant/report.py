@@ -170,7 +170,7 @@ def _braces(paths: Sequence[tuple[str, ...]]) -> str:
 
 
 def _alternatives(heads: Sequence[str]) -> str:
-    """`q`, `{q,k,v}`, `{0..11}`, `{0..3,7}`."""
+    """`q`, `{q,k,v}`, `{0..11}`, `{{0..3},7}`."""
     if len(heads) == 1:
         return heads[0]
     if not all(head.isdigit() for head in heads):
@@ -181,5 +181,5 @@ def _alternatives(heads: Sequence[str]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    texts = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
-    return "{" + ",".join(texts) + "}"
+    texts = [f"{{{run[0]}..{run[-1]}}}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return texts[0] if len(runs) == 1 and len(runs[0]) > 2 else "{" + ",".join(texts) + "}"
