@@ -30,7 +30,7 @@ pending, for the backward draws from it too; autograd raises an error if it does
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from lowbit.quant.hadamard import unrotate
 from lowbit.quant.philox import Product, Side, Stream
 from lowbit.quant.policy import Alignment, Kept, LinearPolicy, Operand, ProductPolicy
 from lowbit.quant.product import Dense, Factor, bf16_valued, factor, multiply, signs_of
+from lowbit.quant.quantise import Memory
 from lowbit.quant.quantised import Packed, Quantised, Values, crop, to_codes
 from lowbit.quant.spec import Outer, Scale
 
@@ -60,11 +61,29 @@ def check_shape(name: str, in_features: int, out_features: int, policy: LinearPo
             )
 
 
+class Retained(Protocol):
+    """Some input channels in another format than the others (`stabilisers.outcontrol`)."""
+
+    def applies(self, policy: LinearPolicy) -> bool:
+        """Whether it changes what this policy computes."""
+        ...
+
+    def products(self, x: Tensor, layers: "Sequence[LowbitLinear]") -> tuple[Tensor, ...]:
+        """x [tokens, in] -> each layer's output [tokens, out]."""
+        ...
+
+
 class LowbitLinear(Linear):
     """`models.layers.Linear` whose products follow a `LinearPolicy`. A policy of BF16 alone is exactly that Linear."""
 
     key: Tensor
     clock: Tensor
+    choice: Tensor | None
+    """Four over six of W: each block's 4 or 6, where somebody keeps it (`remember_choice`)."""
+    input_amax: Tensor | None
+    """FP32 scalar: the static range of X, where somebody fixes it (`fix_input_amax`)."""
+    retained: "Retained | None"
+    """The split between formats of its input channels, where there is one (`stabilisers.outcontrol`)."""
 
     def __init__(self, in_features: int, out_features: int, policy: LinearPolicy, key: Tensor, clock: Tensor) -> None:
         super().__init__(in_features, out_features)
@@ -98,6 +117,27 @@ class LowbitLinear(Linear):
         self.frozen_signs: Tensor | None = None
         self.register_buffer("key", key, persistent=False)
         self.register_buffer("clock", clock, persistent=False)
+        self.register_buffer("choice", None, persistent=False)
+        self.register_buffer("input_amax", None, persistent=False)
+        self.retained = None
+
+    def remember_choice(self, row_blocks: int, column_blocks: int) -> None:
+        """From now on W's blocks take the 4 or 6 that `choice` says (0: whichever is better).
+
+        Whoever asks for it renews `choice`, int8 [row blocks, column blocks], after each optimizer step.
+        """
+        zeros = torch.zeros(row_blocks, column_blocks, dtype=torch.int8, device=self.weight.device)
+        self.register_buffer("choice", zeros, persistent=False)
+
+    def fix_input_amax(self, amax: Tensor | None) -> None:
+        """From now on X is quantised as if its largest magnitude were `amax`, FP32 scalar; None: its own.
+
+        For one-level formats with FP32 scales. What lies beyond is clipped; the gradient does not know it.
+        """
+        if self.input_amax is None or amax is None:
+            self.register_buffer("input_amax", None if amax is None else amax.clone(), persistent=False)
+        else:
+            self.input_amax.copy_(amax)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] BF16 or FP32 -> [..., out] in its type."""
@@ -108,20 +148,27 @@ class LowbitLinear(Linear):
 
         Layers whose policies differ are called one by one.
         """
-        layers = [self, *(o for o in others if isinstance(o, LowbitLinear) and o.policy == self.policy)]
+        layers = [self, *(o for o in others if isinstance(o, LowbitLinear) and self._computes_as(o))]
         if len(layers) <= len(others):
             return tuple(linear(x) for linear in (self, *others))
         if not self.policy.quantised:
             return tuple(Linear.forward(layer, x) for layer in layers)
         rows = x.reshape(-1, x.shape[-1])
-        if self.frozen is None:
+        if self.retained is not None and self.retained.applies(self.policy):
+            outputs = self.retained.products(rows, layers)
+        elif self.frozen is None:
             weights, keys = [layer.weight for layer in layers], [layer.key for layer in layers]
-            outputs = linear_products(rows, weights, keys, self.clock, self.policy)
+            choices = [layer.choice for layer in layers]
+            outputs = linear_products(rows, weights, keys, self.clock, self.policy, choices, self.input_amax)
         else:
             alone = self.policy.fprop.rotation != 0  # each copy has its own layer's rotation
             groups = [[layer] for layer in layers] if alone else [layers]
             outputs = tuple(y for group in groups for y in _frozen_products(rows, group))
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
+
+    def _computes_as(self, other: "LowbitLinear") -> bool:
+        """Whether both do the same to their common input."""
+        return other.policy == self.policy and other.retained is self.retained and other.input_amax is self.input_amax
 
     @torch.no_grad()
     def freeze(self, dtype: torch.dtype) -> None:
@@ -131,7 +178,8 @@ class LowbitLinear(Linear):
             return
         stream = Stream(self.key, self.clock, Product.FPROP, Side.RIGHT)
         self.frozen_signs = _signs(self.policy.fprop, stream)
-        right = factor(self.weight, self.policy.fprop.right, stream, self.frozen_signs, dtype)
+        memory = remembered(self.choice)
+        right = factor(self.weight, self.policy.fprop.right, stream, self.frozen_signs, dtype, memory)
         self.frozen, self.frozen_scale = right.operand().to(dtype), right.after()
 
     def extra_repr(self) -> str:
@@ -147,23 +195,32 @@ def _frozen_products(x: Tensor, layers: Sequence[LowbitLinear]) -> tuple[Tensor,
         rights.append(Dense(layer.frozen, layer.frozen_scale))
     first = layers[0]
     stream = Stream(first.key, first.clock, Product.FPROP, Side.LEFT)
-    return _forward(x, [layer.weight for layer in layers], rights, stream, first.frozen_signs, first.policy).outputs
+    weights, amax = [layer.weight for layer in layers], first.input_amax
+    return _forward(x, weights, rights, stream, first.frozen_signs, first.policy, amax).outputs
 
 
 def linear_products(
-    x: Tensor, weights: Sequence[Tensor], keys: Sequence[Tensor], clock: Tensor, policy: LinearPolicy
+    x: Tensor,
+    weights: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    clock: Tensor,
+    policy: LinearPolicy,
+    choices: Sequence[Tensor | None] | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """x [tokens, in] BF16 or FP32, weights [out, in] FP32 -> each x W^T [tokens, out] in the type of x.
 
-    keys: int64 [2] each. clock: int64 [3].
+    keys: int64 [2] each. clock: int64 [3]. choices, amax: see `LowbitLinear.choice` and `.input_amax`.
     """
+    choices = choices or [None] * len(weights)
     if x.shape[0] == 0:  # nothing to quantise: gradients are zeros
         return tuple(F.linear(x, w.to(x.dtype)) for w in weights)
     weight_grad = any(w.requires_grad for w in weights)
     if not torch.is_grad_enabled() or not (weight_grad or x.requires_grad):
-        return _training_forward(x, weights, keys, clock, policy).outputs
+        return training_forward(x, weights, keys, choices, clock, policy, amax).outputs
     spec = _Call(policy, len(weights), x.requires_grad, weight_grad)
-    outputs: tuple[Tensor, ...] = LinearProducts.apply(x, clock, spec, *weights, *keys)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...]
+    outputs = LinearProducts.apply(x, clock, amax, spec, *weights, *keys, *choices)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -182,32 +239,46 @@ class LinearProducts(torch.autograd.Function):
     """fprop forward, dgrad and wgrad backward, for one or several weights of the same input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: Tensor, call: _Call, *weights_and_keys: Tensor) -> tuple[Tensor, ...]:
-        weights, keys = weights_and_keys[: call.count], weights_and_keys[call.count :]
-        result = _training_forward(x, weights, keys, clock, call.policy)
-        kept = _keep(x, result, keys[0], clock, call.policy) if call.weight_grad else _Kept(None)
-        ctx.call, ctx.dtype, ctx.shapes = call, x.dtype, (kept.shape, kept.scale_shape)
-        ctx.save_for_backward(clock, kept.data, kept.scales, kept.outer, kept.mean, *weights_and_keys)
+    def forward(
+        ctx: Any, x: Tensor, clock: Tensor, amax: Tensor | None, call: _Call, *of_weights: Any
+    ) -> tuple[Tensor, ...]:
+        weights, keys, choices = in_threes(of_weights)
+        result = training_forward(x, weights, keys, choices, clock, call.policy, amax)
+        kept = keep(x, result, keys[0], clock, call.policy) if call.weight_grad else KeptInput(None)
+        ctx.call, ctx.dtype, ctx.shapes = call, x.dtype, kept.shapes
+        ctx.save_for_backward(clock, *kept.tensors, *of_weights)
         return result.outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        clock, data, scales, outer, mean, *weights_and_keys = ctx.saved_tensors
-        weights, keys = weights_and_keys[: call.count], weights_and_keys[call.count :]
+        clock, data, scales, outer, mean, *of_weights = ctx.saved_tensors
+        weights, keys, choices = in_threes(of_weights)
         dx = None
         if call.input_grad:
-            dx = _input_gradient(grads, weights, keys, clock, call.policy, ctx.dtype)
+            dx = _input_gradient(grads, weights, keys, choices, clock, call.policy, ctx.dtype)
         dws: tuple[Tensor | None, ...] = (None,) * call.count
         if call.weight_grad:
-            kept = _Kept(data, scales, outer, mean, *ctx.shapes)
-            dws = _weight_gradients(grads, kept, weights, keys, clock, call.policy, ctx.dtype)
-        return dx, None, None, *dws, *(None,) * call.count
+            kept = KeptInput(data, scales, outer, mean, *ctx.shapes)
+            found = weight_gradients(grads, kept, weights[0].shape[1], keys, clock, call.policy, ctx.dtype)
+            dws = tuple(dw.to(w.dtype) for dw, w in zip(found, weights, strict=True))
+        return dx, None, None, None, *dws, *(None,) * (2 * call.count)
+
+
+def in_threes(of_weights: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
+    """Weights, keys and choices, one after the other in one sequence."""
+    count = len(of_weights) // 3
+    return of_weights[:count], of_weights[count : 2 * count], of_weights[2 * count :]
+
+
+def remembered(choice: Tensor | None) -> Memory | None:
+    """Four over six as `choice` says."""
+    return None if choice is None else Memory(choice, 1.0)
 
 
 @dataclass(frozen=True)
-class _Forward:
+class Fprop:
     """What fprop made."""
 
     outputs: tuple[Tensor, ...]
@@ -219,7 +290,7 @@ class _Forward:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class KeptInput:
     """What wgrad needs of the input."""
 
     data: Tensor | None
@@ -229,6 +300,14 @@ class _Kept:
     mean: Tensor | None = None
     shape: tuple[int, ...] = ()
     scale_shape: tuple[int, int] = (0, 0)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.data, self.scales, self.outer, self.mean
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, int]]:
+        return self.shape, self.scale_shape
 
     def unpack(self, operand: Operand) -> Quantised:
         assert self.data is not None and self.scales is not None and operand.spec is not None
@@ -243,36 +322,50 @@ def _forward(
     stream: Stream,
     signs: Tensor | None,
     policy: LinearPolicy,
-) -> _Forward:
+    amax: Tensor | None = None,
+) -> Fprop:
     """fprop, with the weights' factors at hand; `stream` is x's."""
     dtype, mean = x.dtype, None
     if policy.mean_split:
         mean, x = split_mean(x)
-    left = factor(x, policy.fprop.left, stream, signs, dtype)
+    left = factor(x, policy.fprop.left, stream, signs, dtype, amax=amax)
     if mean is None:
         outputs = [multiply(left, right, dtype) for right in rights]
     else:
         constants = [mean @ bf16_valued(weight, torch.float32).t() for weight in weights]  # [1, out]
         sums = [multiply(left, right, dtype, torch.float32) for right in rights]
         outputs = [(y + constant).to(dtype) for y, constant in zip(sums, constants, strict=True)]
-    return _Forward(tuple(outputs), left, x, mean)
+    return Fprop(tuple(outputs), left, x, mean)
 
 
-def _training_forward(
-    x: Tensor, weights: Sequence[Tensor], keys: Sequence[Tensor], clock: Tensor, policy: LinearPolicy
-) -> _Forward:
+def training_forward(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    choices: Sequence[Tensor | None],
+    clock: Tensor,
+    policy: LinearPolicy,
+    amax: Tensor | None = None,
+) -> Fprop:
+    """fprop as training computes it."""
     stream = Stream(keys[0], clock, Product.FPROP, Side.LEFT)
-    rights = _weight_factors(weights, keys, clock, policy, x.dtype)
-    return _forward(x, weights, rights, stream, _signs(policy.fprop, stream), policy)
+    rights = weight_factors(weights, keys, choices, clock, policy, x.dtype)
+    return _forward(x, weights, rights, stream, _signs(policy.fprop, stream), policy, amax)
 
 
-def _weight_factors(
-    weights: Sequence[Tensor], keys: Sequence[Tensor], clock: Tensor, policy: LinearPolicy, dtype: torch.dtype
+def weight_factors(
+    weights: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    choices: Sequence[Tensor | None],
+    clock: Tensor,
+    policy: LinearPolicy,
+    dtype: torch.dtype,
 ) -> list[Factor]:
     """Q2(W) of siblings, rotated by the first one's signs, since their input is rotated once."""
     streams = [Stream(key, clock, Product.FPROP, Side.RIGHT) for key in keys]
-    signs = _signs(policy.fprop, streams[0])
-    return [factor(w, policy.fprop.right, s, signs, dtype) for w, s in zip(weights, streams, strict=True)]
+    signs, right = _signs(policy.fprop, streams[0]), policy.fprop.right
+    parts = zip(weights, streams, choices, strict=True)
+    return [factor(w, right, stream, signs, dtype, remembered(choice)) for w, stream, choice in parts]
 
 
 def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,16 +374,16 @@ def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, round_to_bf16(bf16_valued(x, torch.float32) - mean)
 
 
-def _keep(x: Tensor, forward: _Forward, key: Tensor, clock: Tensor, policy: LinearPolicy) -> _Kept:
+def keep(x: Tensor, forward: Fprop, key: Tensor, clock: Tensor, policy: LinearPolicy) -> KeptInput:
     """What the policy says to keep, packed."""
     if policy.kept is Kept.INPUT:
-        return _Kept(x)
+        return KeptInput(x)
     codes = forward.left
     if policy.kept is Kept.TRANSPOSED:
         codes = _wgrad_right(forward.x, key, clock, policy, x.dtype)
     assert isinstance(codes, Values)
-    packed = to_codes(codes).pack()
-    return _Kept(packed.data, packed.scales, packed.outer, forward.mean, packed.shape, packed.scale_shape)
+    packed = to_codes(codes).pack().trim()
+    return KeptInput(packed.data, packed.scales, packed.outer, forward.mean, packed.shape, packed.scale_shape)
 
 
 def _wgrad_right(x: Tensor, key: Tensor, clock: Tensor, policy: LinearPolicy, dtype: torch.dtype) -> Factor:
@@ -303,17 +396,30 @@ def _input_gradient(
     grads: Sequence[Tensor],
     weights: Sequence[Tensor],
     keys: Sequence[Tensor],
+    choices: Sequence[Tensor | None],
     clock: Tensor,
     policy: LinearPolicy,
     dtype: torch.dtype,
 ) -> Tensor:
     """dgrad: dX [tokens, in], the sum over siblings."""
-    total = None
     sources: list[tuple[Tensor, Tensor | None]] = [(weight, None) for weight in weights]
     if policy.alignment is Alignment.ALIGNED and policy.fprop.right.spec is not None:
         forward_signs = _signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.RIGHT))
-        factors = _weight_factors(weights, keys, clock, policy, dtype)
+        factors = weight_factors(weights, keys, choices, clock, policy, dtype)
         sources = [_dequantised(f, forward_signs, w.shape[1]) for f, w in zip(factors, weights, strict=True)]
+    return dgrad(grads, sources, keys, clock, policy, dtype)
+
+
+def dgrad(
+    grads: Sequence[Tensor],
+    sources: Sequence[tuple[Tensor, Tensor | None]],
+    keys: Sequence[Tensor],
+    clock: Tensor,
+    policy: LinearPolicy,
+    dtype: torch.dtype,
+) -> Tensor:
+    """dX from what stands for each W [out, in], and the scale that follows it."""
+    total = None
     for grad, (source, after), key in zip(grads, sources, keys, strict=True):
         left_stream = Stream(key, clock, Product.DGRAD, Side.LEFT)
         signs = _signs(policy.dgrad, left_stream)
@@ -326,16 +432,19 @@ def _input_gradient(
     return total
 
 
-def _weight_gradients(
+def weight_gradients(
     grads: Sequence[Tensor],
-    kept: _Kept,
-    weights: Sequence[Tensor],
+    kept: KeptInput,
+    width: int,
     keys: Sequence[Tensor],
     clock: Tensor,
     policy: LinearPolicy,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """wgrad: one dW [out, in] a sibling. Their rotation signs are the first one's, since X^T is rotated once."""
+    """wgrad: one dW [out, width], FP32, a sibling.
+
+    Their rotation signs are the first one's, since X^T is rotated once.
+    """
     after = None
     right: Factor
     if policy.kept is Kept.TRANSPOSED:
@@ -345,16 +454,16 @@ def _weight_gradients(
         right = _wgrad_right(kept.data, keys[0], clock, policy, dtype)
     else:
         forward_signs = _signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.LEFT))
-        source, after = _dequantised(kept.unpack(policy.fprop.left), forward_signs, weights[0].shape[1])
+        source, after = _dequantised(kept.unpack(policy.fprop.left), forward_signs, width)
         right = _wgrad_right(source, keys[0], clock, policy, dtype)
     signs = _signs(policy.wgrad, Stream(keys[0], clock, Product.WGRAD, Side.RIGHT))
     gradients = []
-    for grad, weight, key in zip(grads, weights, keys, strict=True):
+    for grad, key in zip(grads, keys, strict=True):
         left = factor(grad.t(), policy.wgrad.left, Stream(key, clock, Product.WGRAD, Side.LEFT), signs, dtype)
         dw = multiply(left, right, dtype, torch.float32, after)
         if kept.mean is not None:
             dw = dw + bf16_valued(grad, torch.float32).sum(0)[:, None] * kept.mean
-        gradients.append(dw.to(weight.dtype))
+        gradients.append(dw)
     return tuple(gradients)
 
 

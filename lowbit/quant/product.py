@@ -19,7 +19,7 @@ from lowbit.quant.bits import round_to_bf16
 from lowbit.quant.hadamard import rotate
 from lowbit.quant.philox import Stream
 from lowbit.quant.policy import Operand, Signs
-from lowbit.quant.quantise import quantise_values
+from lowbit.quant.quantise import Memory, quantise_values
 from lowbit.quant.quantised import Quantised, Values
 
 TRANSFORMER_ENGINE_SIGNS = 0xD7E8
@@ -62,16 +62,24 @@ def bf16_valued(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x if x.dtype == torch.bfloat16 else round_to_bf16(x)).to(dtype)
 
 
-def factor(x: Tensor, operand: Operand, stream: Stream, signs: Tensor | None, dtype: torch.dtype) -> Factor:
+def factor(
+    x: Tensor,
+    operand: Operand,
+    stream: Stream,
+    signs: Tensor | None,
+    dtype: torch.dtype,
+    memory: Memory | None = None,
+    amax: Tensor | None = None,
+) -> Factor:
     """x [rows, k], BF16 or FP32, any strides -> rotated and quantised.
 
-    `dtype` holds what stays BF16: that of the product.
+    `dtype` holds what stays BF16: that of the product. `memory`, `amax`: see `quantise_values`.
     """
     if signs is not None:
         x = rotate(x, signs, signs.shape[0])
     if operand.spec is None:
         return Dense(bf16_valued(x, dtype))
-    return quantise_values(x, operand.spec, stream)
+    return quantise_values(x, operand.spec, stream, memory, amax)
 
 
 def multiply(

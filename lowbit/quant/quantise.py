@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.quant.bits import read_bf16, tree_sum
+from lowbit.quant.bits import is_finite, read_bf16, tree_sum
 from lowbit.quant.eden import corrected_scale, correction
 from lowbit.quant.philox import Purpose, Stream
 from lowbit.quant.quantised import Quantised, Values, spread, to_codes
 from lowbit.quant.rounding import round_nearest, round_stochastic
 from lowbit.quant.scales import inner_scale, one_level, outer_scale
-from lowbit.quant.spec import EDEN, FOUR_OVER_SIX, OUTER_BLOCK, Outer, QuantSpec, Rounding
+from lowbit.quant.spec import EDEN, FOUR_OVER_SIX, OUTER_BLOCK, Outer, QuantSpec, Rounding, Scale
 
 
 class Memory(NamedTuple):
@@ -54,26 +54,44 @@ def fake_quantise(x: Tensor, spec: QuantSpec, stream: Stream | None = None) -> T
     return quantise_values(x, spec, stream).dequantise()
 
 
-def quantise_values(x: Tensor, spec: QuantSpec, stream: Stream | None = None, memory: Memory | None = None) -> Values:
-    """As `quantise`, with FP32 numbers on their grids in place of codes. `memory`: for four over six only."""
-    return _values(x, spec, stream, memory)[0]
+def quantise_values(
+    x: Tensor,
+    spec: QuantSpec,
+    stream: Stream | None = None,
+    memory: Memory | None = None,
+    amax: Tensor | None = None,
+) -> Values:
+    """As `quantise`, with FP32 numbers on their grids in place of codes.
+
+    Args:
+        memory: what four over six remembers; other roundings have no use for it.
+        amax: FP32 scalar that takes the place of every block's largest magnitude: a static scale. One-level formats
+            with FP32 scales only.
+    """
+    return _values(x, spec, stream, memory, amax)[0]
 
 
 def quantise_remembering(x: Tensor, spec: QuantSpec, memory: Memory | None = None) -> tuple[Values, Tensor]:
     """Four over six: the values, and each block's choice as `Memory.choice` holds it."""
-    values, four = _values(x, spec, None, memory)
+    values, four = _values(x, spec, None, memory, None)
     if four is None:
         raise ValueError(f"{spec.name} has no choice between four and six")
     return values, torch.where(four, 4, 6).to(torch.int8).reshape(four.shape[0], four.shape[2])
 
 
-def _values(x: Tensor, spec: QuantSpec, stream: Stream | None, memory: Memory | None) -> tuple[Values, Tensor | None]:
+def _values(
+    x: Tensor, spec: QuantSpec, stream: Stream | None, memory: Memory | None, static: Tensor | None
+) -> tuple[Values, Tensor | None]:
     if spec.stochastic and stream is None:
         raise ValueError(f"{spec.name} with {spec.rounding.value} rounding needs a random stream")
     if x.ndim == 0:
         raise ValueError("a quantiser needs at least one dimension")
     blocks = _blocks(x, spec)
     amax = blocks.abs().amax((1, 3), keepdim=True)
+    if static is not None:
+        if spec.scale is not Scale.FP32:
+            raise ValueError(f"{spec.name} has no static scale: its blocks' scales are not FP32")
+        amax = torch.where(is_finite(amax), static, amax)  # NaN still reaches the scale
     if spec.outer is Outer.NONE:
         scale, multiplier = one_level(amax, spec)
         return Values(_round(blocks * multiplier, spec, stream), scale, None, tuple(x.shape), spec), None

@@ -12,10 +12,11 @@ The value of an element is code x block scale x outer scale. A matrix product wa
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lowbit.quant.bits import round_to_bf16
 from lowbit.quant.formats import decode, encode
@@ -148,13 +149,33 @@ class Packed:
         element = self.spec.element
         scales = unswizzle(self.scales, *self.scale_shape) if self.swizzled else self.scales
         codes = unpack_codes(self.data, element.bits, element.code_dtype)
+        missing = _padded(self.shape[-1], self.spec) - codes.shape[1]
+        if missing > 0:  # it was trimmed
+            codes = F.pad(codes, (0, missing))
+            scales = F.pad(scales, (0, missing // self.spec.block[1]))
         return Quantised(codes, scales, self.outer, self.shape, self.spec)
+
+    def trim(self) -> "Packed":
+        """Without the column blocks that hold nothing but padding; `unpack` puts them back."""
+        width = self.spec.block[1]
+        blocks = -(-self.shape[-1] // width) if width else 0
+        rows, columns = self.scale_shape
+        if self.swizzled or not 0 < blocks < columns:
+            return self
+        data = crop(self.data, self.data.shape[0], self.data.shape[1] // columns * blocks)
+        return replace(self, data=data, scales=crop(self.scales, rows, blocks), scale_shape=(rows, blocks))
 
     @property
     def nbytes(self) -> int:
         """Bytes of data, scales and outer scales."""
         tensors = (self.data, self.scales, self.outer)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def _padded(columns: int, spec: QuantSpec) -> int:
+    """Columns with the padding that quantising adds."""
+    multiple = spec.column_multiple
+    return max(1, -(-columns // multiple)) * multiple
 
 
 def to_codes(values: Values) -> Quantised:
