@@ -12,12 +12,12 @@ about 1e-6 of their own size.
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from lowbit.models.lm_head import compiled
 
 BLOCK = 64
 _HIDDEN = float("-inf")
@@ -36,7 +36,7 @@ class Distributions:
         self.vocab_size = vocab_size
         self._softcap, self._temperature = softcap, temperature
         self._logits = logits
-        part = _statistics if logits.device.type == "cpu" else _compiled(_statistics)
+        part = _statistics if logits.device.type == "cpu" else compiled(_statistics)
         greatest, total, moment = part(logits, softcap, temperature)  # [C, B] FP32
         self.block_max: Tensor = greatest
         greatest, total, moment = greatest.double(), total.double(), moment.double()
@@ -123,8 +123,3 @@ def _statistics(logits: Tensor, softcap: float | None, temperature: float) -> tu
     below = z - torch.where(greatest == _HIDDEN, 0.0, greatest)[:, :, None]
     e = torch.exp(below)
     return greatest, e.sum(dim=2), torch.where(e > 0, e * below, 0.0).sum(dim=2)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True)

@@ -62,11 +62,11 @@ def lm_head_loss(
         DataError: shapes that do not fit; on the CPU also a target outside the vocabulary (on a GPU the check
             would wait for the device: the data layer has validated the ids).
     """
-    _check(hidden, weight, targets, vocab_size)
+    check_head(hidden, weight, targets, vocab_size)
     if weights.shape != targets.shape:
         raise DataError(f"LM head: weights {list(weights.shape)} and targets {list(targets.shape)} differ in shape")
     if hidden.device.type == "cpu":
-        _check_targets(targets, weights, vocab_size)
+        check_targets(targets, weights, vocab_size)
     targets = torch.where(weights != 0, targets, 0)
     chunk = chunk_tokens or default_chunk(hidden.device.type, vocab_size)
     grad = torch.is_grad_enabled()
@@ -85,14 +85,14 @@ def lm_head_nll(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, softcap: float | None = None
 ) -> Tensor:
     """Negative log-likelihood of each target in nats: hidden [N, d], targets int64 [N] -> FP32 [N]. No gradient."""
-    _check(hidden, weight, targets, vocab_size)
+    check_head(hidden, weight, targets, vocab_size)
     if hidden.device.type == "cpu":
-        _check_targets(targets, torch.ones_like(targets), vocab_size)
+        check_targets(targets, torch.ones_like(targets), vocab_size)
     settings = _Settings(vocab_size, 0.0, softcap, default_chunk(hidden.device.type, vocab_size), False, False)
-    matrix = _matrix(weight, hidden, vocab_size)
+    matrix = head_matrix(weight, hidden, vocab_size)
     nll = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
     elementwise = _forward_part(hidden.device.type)
-    for rows in _chunks(len(targets), settings.chunk):
+    for rows in token_chunks(len(targets), settings.chunk):
         nll[rows] = elementwise(hidden[rows] @ matrix.t(), targets[rows], vocab_size, softcap)[0]
     return nll
 
@@ -127,35 +127,28 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
         s = settings
-        matrix = _matrix(weight, hidden, s.vocab_size)  # [rows, d], compute type
+        matrix = head_matrix(weight, hidden, s.vocab_size)  # [rows, d], compute type
         gradient = s.hidden_grad or s.weight_grad
-        grad_hidden = torch.empty_like(hidden) if s.hidden_grad else None
-        grad_weight = torch.zeros(weight.shape, device=weight.device) if s.weight_grad else None
+        sums = HeadGradients(hidden, weight, matrix, s.hidden_grad, s.weight_grad)
         totals = torch.zeros(2, device=hidden.device)  # loss, nll
         # With BF16 logits the gradient already carries the row weights; in FP32 on the CPU they come later.
         fused = hidden.device.type != "cpu"
-        for rows in _chunks(len(targets), s.chunk):
+        for rows in token_chunks(len(targets), s.chunk):
             logits = hidden[rows] @ matrix.t()  # [C, rows of the matrix]
             if not gradient:
                 nll, lse = _forward_part(hidden.device.type)(logits, targets[rows], s.vocab_size, s.softcap)
                 _add(totals, nll, lse, weights[rows], s.z_loss)
                 continue
             if fused:
-                nll, lse, grad = _compiled(_fused_grad)(
+                nll, lse, grad = compiled(_fused_grad)(
                     logits, targets[rows], weights[rows], s.vocab_size, s.z_loss, s.softcap
                 )
-                left, factor = hidden[rows], None
+                factor = None
             else:
                 nll, lse, grad, factor = _eager_grad(logits, targets[rows], weights[rows], s.z_loss, s.softcap)
-                left = hidden[rows] * factor.to(hidden.dtype)
             _add(totals, nll, lse, weights[rows], s.z_loss)
-            if grad_hidden is not None:
-                torch.mm(grad, matrix, out=grad_hidden[rows])
-                if factor is not None:
-                    grad_hidden[rows].mul_(factor)
-            if grad_weight is not None:
-                _accumulate(grad_weight[: grad.shape[1]], grad, left)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            sums.add(rows, grad, factor)
+        ctx.save_for_backward(sums.hidden, sums.weight)
         loss_sum, nll_sum = totals.unbind()
         loss_sum, nll_sum = loss_sum.clone(), nll_sum.clone()
         ctx.mark_non_differentiable(nll_sum)
@@ -164,14 +157,35 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            None if grad_hidden is None else (grad_hidden.float() * grad_loss).to(grad_hidden.dtype),
-            None if grad_weight is None else grad_weight * grad_loss,
-            None,
-            None,
-            None,
-        )
+        return (*scaled_gradients(ctx.saved_tensors, grad_loss), None, None, None)
+
+
+class HeadGradients:
+    """Gradients of hidden states [N, d] and of the head's weight [V, d], added up chunk by chunk."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, matrix: Tensor, hidden_grad: bool, weight_grad: bool) -> None:
+        self._inputs, self._matrix = hidden, matrix
+        self.hidden = torch.empty_like(hidden) if hidden_grad else None
+        self.weight = torch.zeros(weight.shape, device=weight.device) if weight_grad else None
+
+    def add(self, rows: slice, grad: Tensor, factor: Tensor | None) -> None:
+        """Take in the gradient of a chunk's logits, grad [C, V] * factor [C, 1]."""
+        if self.hidden is not None:
+            torch.mm(grad, self._matrix, out=self.hidden[rows])
+            if factor is not None:
+                self.hidden[rows].mul_(factor)
+        if self.weight is not None:
+            left = self._inputs[rows] if factor is None else self._inputs[rows] * factor.to(self._inputs.dtype)
+            _accumulate(self.weight[: grad.shape[1]], grad, left)
+
+
+def scaled_gradients(saved: tuple[Tensor | None, ...], grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What `HeadGradients` added up, times the gradient of the scalar loss (in FP32 also where hidden is BF16)."""
+    hidden, weight = saved
+    return (
+        None if hidden is None else (hidden.float() * grad_loss).to(hidden.dtype),
+        None if weight is None else weight * grad_loss,
+    )
 
 
 def _add(totals: Tensor, nll: Tensor, lse: Tensor, weights: Tensor, z_loss: float) -> None:
@@ -190,7 +204,7 @@ def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
         total += grad.t().float() @ hidden.float()
 
 
-def _matrix(weight: Tensor, hidden: Tensor, vocab_size: int) -> Tensor:
+def head_matrix(weight: Tensor, hidden: Tensor, vocab_size: int) -> Tensor:
     """The weight in the compute type. A GPU multiplies the padded rows too (aligned shapes) and masks them."""
     matrix = weight.detach() if hidden.device.type != "cpu" else weight.detach()[:vocab_size]
     return matrix.to(hidden.dtype)
@@ -226,7 +240,7 @@ def _fused_grad(
     logits: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z_loss: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For the compiler: (nll [C], lse [C], g with its row factor [C, V] in the type of the logits)."""
-    z, slope, columns = _capped(logits, vocab_size, softcap)
+    z, slope, columns = capped_logits(logits, vocab_size, softcap)
     hit = columns == targets[:, None]
     lse = torch.logsumexp(z, dim=1)
     nll = lse - torch.where(hit, z, 0.0).sum(dim=1)
@@ -238,12 +252,12 @@ def _fused_grad(
 
 def _fused_nll(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None) -> tuple[Tensor, Tensor]:
     """(nll [C], lse [C])."""
-    z, _, columns = _capped(logits, vocab_size, softcap)
+    z, _, columns = capped_logits(logits, vocab_size, softcap)
     lse = torch.logsumexp(z, dim=1)
     return lse - torch.where(columns == targets[:, None], z, 0.0).sum(dim=1), lse
 
 
-def _capped(logits: Tensor, vocab_size: int, softcap: float | None) -> tuple[Tensor, Tensor | float, Tensor]:
+def capped_logits(logits: Tensor, vocab_size: int, softcap: float | None) -> tuple[Tensor, Tensor | float, Tensor]:
     """(FP32 logits after the cap, -inf in padding; the cap's derivative; column numbers)."""
     z = logits.float()
     slope: Tensor | float = 1.0
@@ -268,21 +282,23 @@ def _eager_nll(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float 
 
 
 def _forward_part(device_type: str) -> Callable[[Tensor, Tensor, int, float | None], tuple[Tensor, Tensor]]:
-    return _eager_nll if device_type == "cpu" else _compiled(_fused_nll)
+    return _eager_nll if device_type == "cpu" else compiled(_fused_nll)
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled for the chunk at hand; a second number of tokens makes one more kernel, which takes any number."""
     return torch.compile(function, fullgraph=True)
 
 
-def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
+def token_chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    """Consecutive slices of at most `chunk` tokens."""
     for begin in range(0, tokens, chunk):
         yield slice(begin, min(begin + chunk, tokens))
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> None:
+def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> None:
+    """Raises DataError for shapes that do not fit each other."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise DataError(
             f"LM head: hidden must be [tokens, width] and weight [vocabulary, width], "
@@ -294,7 +310,8 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> 
         raise DataError(f"LM head: vocab_size={vocab_size} must lie in 1..{weight.shape[0]}, the rows of the weight")
 
 
-def _check_targets(targets: Tensor, weights: Tensor, vocab_size: int) -> None:
+def check_targets(targets: Tensor, weights: Tensor, vocab_size: int) -> None:
+    """Raises DataError for a target outside the vocabulary whose weight is not 0. Reads values."""
     bad = ((targets < 0) | (targets >= vocab_size)) & (weights != 0)
     if bool(bad.any()):
         index = int(bad.nonzero()[0])
