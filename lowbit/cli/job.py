@@ -20,7 +20,7 @@ from typing import Any
 from lowbit.configs.compose import CONFIG_MODULE, CONFIG_NAME, compose_tree, to_run_config, to_yaml
 from lowbit.configs.overrides import expand_sweep, for_hydra, sweep_keys
 from lowbit.configs.schema import RunConfig
-from lowbit.configs.validate import validate
+from lowbit.configs.validate import check_world, validate
 from lowbit.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, Interrupted, LowbitError
 
 OUTCOME = "outcome.json"
@@ -51,13 +51,13 @@ def checked(overrides: Sequence[str]) -> RunConfig:
     config = to_run_config(compose_tree(overrides))
     validate(config)
     check_precision(config)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise ConfigError(
-            f"engine.kind={config.engine.kind} with {world} processes: several processes need the DeepSpeed engine, "
-            "which is not part of this version; start one process, without torchrun"
-        )
+    check_world(config, _world())
     return config
+
+
+def _world() -> int:
+    """How many processes the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def print_config(overrides: Sequence[str], *, multirun: bool, resolved: bool) -> None:
@@ -73,7 +73,12 @@ def print_config(overrides: Sequence[str], *, multirun: bool, resolved: bool) ->
 
 def run_one(overrides: Sequence[str]) -> None:
     """Train one model; whatever the job raises is raised here."""
-    checked(overrides)
+    config = checked(overrides)
+    if os.environ.get("RANK", "0") != "0":  # rank 0 has the run's folder, its log and Hydra
+        from lowbit.trainer.run import pretrain
+
+        pretrain(config, Path())
+        return
     failure: list[Exception] = []
 
     def job(tree: Any) -> None:
@@ -93,6 +98,8 @@ def run_sweep(overrides: Sequence[str]) -> None:
 
     Prints a table of the runs at the end. Raises LowbitError naming the failed jobs, if any; Interrupted at once.
     """
+    if _world() > 1:
+        raise ConfigError(f"-m with {_world()} processes: a sweep starts its runs from one; start torchrun once a run")
     jobs = expand_sweep(overrides)
     swept = sweep_keys(overrides)
     for number, settings in enumerate(jobs):

@@ -114,10 +114,13 @@ class Dataset:
         rows = [(self.sources[s].packed.train, int(q)) for s, q in zip(source, sequence, strict=True)]
         return self._batch(rows, len(rows))
 
-    def validation_batches(self, micro_batch: int, max_tokens: int | None = None) -> Iterator[Batch]:
+    def validation_batches(
+        self, micro_batch: int, max_tokens: int | None = None, *, rank: int = 0, world: int = 1
+    ) -> Iterator[Batch]:
         """Held-out sequences in a fixed order, `micro_batch` a batch (the last filled up with weight 0).
 
         `max_tokens` bounds the targets, shared between the sources by their weights, at least a sequence each.
+        Of several ranks each gets every world-th batch, and equally many: what is missing is a batch of weight 0.
         """
         rows = []
         for source in self.sources:
@@ -128,7 +131,8 @@ class Dataset:
                 wanted = min(count, max(1, int(max_tokens * source.share) // self.sequence_length))
             order = Permutation(count, "validation")(np.arange(wanted)) if count else np.zeros(0, np.int64)
             rows += [(stream, int(q)) for q in order]
-        for first in range(0, len(rows), micro_batch):
+        for round_start in range(0, len(rows), micro_batch * world):
+            first = round_start + rank * micro_batch
             yield self._batch(rows[first : first + micro_batch], micro_batch)
 
     def trigram_bpb(self, max_bytes: int = 50_000_000) -> float:

@@ -6,7 +6,7 @@ It starts at the weights it is built from, so that it needs no bias correction, 
 on the device. Averages are kept by fully qualified name; a weight shared under two names is averaged once.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -18,9 +18,18 @@ from lowbit.errors import CheckpointError
 class Ema:
     """Moving average of a model's parameters; `decay` in [0, 1), 0.999 averages over about 1000 steps."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(
+        self,
+        weights: nn.Module | Mapping[str, Tensor],
+        decay: float,
+        refresh: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`weights`: a model, or master weights by name (a rank's parts of them). `refresh` is called when they have
+        been exchanged, and makes the model compute with them."""
+        named = weights.named_parameters() if isinstance(weights, nn.Module) else weights.items()
         self.decay = decay
-        self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._refresh = refresh
+        self._weights = {name: weight.detach() for name, weight in named}
         self._average = {name: weight.to(torch.float32, copy=True) for name, weight in self._weights.items()}
         self._swapped = False
 
@@ -45,10 +54,12 @@ class Ema:
             for name in self._weights:
                 self._exchange(name)
                 done.append(name)
+            self._refresh()
             yield
         finally:
             for name in done:
                 self._exchange(name)
+            self._refresh()
             self._swapped = False
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from torch import Tensor
 from lowbit.data.batch import Batch
 from lowbit.models.lm_head import lm_head_nll
 from lowbit.models.transformer import Transformer
+from lowbit.trainer.distributed import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,17 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, batches: Iterable[Batch], token_bytes: np.ndarray) -> Evaluation:
-    """Measure `model` on `batches`; `token_bytes` [vocab] gives the bytes each token stands for."""
+def evaluate(model: Transformer, batches: Iterable[Batch], token_bytes: np.ndarray, ranks: Ranks = ALONE) -> Evaluation:
+    """Measure `model` on `batches`; `token_bytes` [vocab] gives the bytes each token stands for.
+
+    Several ranks have equally many batches each, and all get the result over all of them.
+    """
     device = model.head_weight.device
     table = torch.as_tensor(token_bytes, device=device)  # [vocab]
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
         sums += _batch_sums(model, batch.to(device), table)
-    nll, text_nll, tokens, text_bytes = sums.tolist()  # the only wait for the device
+    nll, text_nll, tokens, text_bytes = ranks.sum(sums.tolist())  # the only wait for the device
     return Evaluation(
         bpb=text_nll / (math.log(2) * text_bytes) if text_bytes else math.nan,
         loss=nll / tokens if tokens else math.nan,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from lowbit.configs.schema import EngineKind, RunConfig
+from lowbit.configs.validate import check_world
 from lowbit.errors import ConfigError, LowbitError
 from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.hardware import pick_device
@@ -92,6 +93,7 @@ def open_ranks(config: RunConfig) -> Iterator[tuple[Ranks, torch.device]]:
     Inside the block, an error of this rank is told to the others, and one of theirs ends the block with RankError.
     """
     place = Place.of(os.environ)
+    check_world(config, place.world)
     device = local_device(config.device, place)
     if config.engine.kind is EngineKind.local:
         yield ALONE, device

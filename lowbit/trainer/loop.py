@@ -21,7 +21,7 @@ from lowbit.errors import Interrupted, NonFiniteError
 from lowbit.trainer.console import Console
 from lowbit.trainer.ema import Ema
 from lowbit.trainer.engine import Engine
-from lowbit.trainer.guard import SignalGuard, SpikeScore, first_bad, first_bad_gradient
+from lowbit.trainer.guard import SignalGuard, SpikeScore, first_bad
 from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog
 from lowbit.trainer.objective import Objective
@@ -82,6 +82,8 @@ class Trainer:
         self.precision = precision
         self.ema = ema
         self.position = position or Position()
+        self._signals = SignalGuard()
+        self._stop = False  # whether some rank was asked to end; the same on all of them
 
     def fit(self) -> None:
         """Train until the first limit; evaluates and saves on the way and at the end.
@@ -90,21 +92,24 @@ class Trainer:
             Interrupted: a signal came; the state was saved first.
             NonFiniteError: a loss or gradient was NaN or infinite; the last checkpoint is from before it.
         """
-        with SignalGuard() as signals:
+        with self._signals:
             while not self.done:
                 row = self.train_step()
                 last = self.done
+                self.engine.ranks.move(f"the end of step {self.position.step}")
                 if last or self._due(self.config.evaluation.every_steps):
                     with self.meter.part("eval"):
                         row |= self.hooks.evaluate(last)
+                    self._agree(0.0)  # a signal may have come meanwhile
                 self._log(row)
-                stop = signals.requested and not last
+                stop = self._stop and not last
                 if last or stop or self._due(self.config.checkpoint.every_steps):
                     with self.meter.part("checkpoint"):
                         self.hooks.save(self.position)
                 if stop:
                     self.hooks.flush()
-                    raise Interrupted(f"interrupted by {signals.requested}: saved at step {self.position.step}")
+                    signal = self._signals.requested or "a signal to another rank"
+                    raise Interrupted(f"interrupted by {signal}: saved at step {self.position.step}")
             self.hooks.flush()
 
     def train_step(self) -> dict[str, Any]:
@@ -113,24 +118,28 @@ class Trainer:
         self.meter.start_step()
         with self.meter.part("data"):
             batches = self.loader.next_step()
-        valid = engine.sum_over_ranks(sum(batch.valid_tokens for batch in batches))
+        mine = (sum(batch.valid_tokens for batch in batches), sum(batch.tokens.numel() for batch in batches))
+        valid, tokens = engine.ranks.sum(mine)
         scale = lr_scale(config.optim.schedule, position.step, self.progress)
         self._begin_step(batches[0])
         nll = torch.zeros((), device=engine.device)
         for index, batch in enumerate(batches):
+            engine.ranks.move(f"step {position.step + 1}, micro-batch {index + 1} of {len(batches)}")
             self.precision.begin_micro_batch(position.step, engine.rank * len(batches) + index, engine.rank)
-            nll += engine.micro_step(self.objective, batch.to(engine.device), 1.0 / valid).nll_sum
+            last = index == len(batches) - 1
+            nll += engine.micro_step(self.objective, batch.to(engine.device), 1.0 / valid, last).nll_sum
+        engine.ranks.move(f"step {position.step + 1}, gradient norm")
         norm = engine.gradient_norm()
-        loss, grad_norm = torch.stack([nll.double() / valid, norm.double()]).tolist()  # the step's one synchronisation
+        local, grad_norm = torch.stack([nll.double(), norm.double()]).tolist()  # the step's one wait for the device
+        loss = engine.ranks.sum([local])[0] / valid
         self._require_finite(loss, grad_norm, batches)
         engine.step(scale, _clip_scale(grad_norm, config.optim.clip_norm))
         if self.ema is not None:
             self.ema.update()
 
-        tokens = int(engine.sum_over_ranks(sum(batch.tokens.numel() for batch in batches)))
         position.step += 1
-        position.tokens += tokens
-        position.seconds += self.meter.end_step(tokens)
+        position.tokens += int(tokens)
+        position.seconds += self._agree(self.meter.end_step(int(tokens)))
         return {
             "step": position.step,
             "tokens": position.tokens,
@@ -139,8 +148,18 @@ class Trainer:
             "lr": scale * config.optim.lr,
             "grad_norm": grad_norm,
             "spike_score": position.spike.update(loss),
-            "sequences": tokens // config.data.sequence_length,
+            "sequences": int(tokens) // config.data.sequence_length,
         }
+
+    def _agree(self, elapsed: float) -> float:
+        """Seconds that the step took by rank 0's clock, which is all ranks' for limits and learning rates.
+
+        Signals are agreed on with them: what one rank was asked, all do.
+        """
+        ranks = self.engine.ranks
+        seconds, asked = ranks.sum([elapsed if ranks.first else 0.0, float(self._signals.requested is not None)])
+        self._stop = asked > 0
+        return seconds
 
     @property
     def progress(self) -> float:
@@ -186,16 +205,26 @@ class Trainer:
         )
 
     def _first_bad(self, batches: list[Batch]) -> str:
-        """The first layer with a non-finite output on these micro-batches, else the first such gradient."""
-        model = self.engine.model
+        """The first layer with a non-finite output on these micro-batches, else the first such gradient.
+
+        With several ranks the answer is that of the first one that has any, and every rank looks at all its batches,
+        because their passes may need each other.
+        """
+        engine = self.engine
+        found: list[str] = []
         try:
             for batch in batches:
-                forward = partial(self.objective, model, batch.to(self.engine.device))
-                if (name := first_bad(model, forward)) is not None:
-                    return f"output of {name}"
+                forward = partial(self.objective, engine.model, batch.to(engine.device))
+                if (name := first_bad(engine.model, forward)) is not None:
+                    found.append(f"output of {name}")
+                    if engine.world == 1:
+                        break
         except torch.OutOfMemoryError:  # uncompiled, the forward pass takes more than the step did
-            return "not known, for lack of memory to run the forward pass again"
-        return f"gradient of {first_bad_gradient(model) or 'no single layer (the norm overflowed)'}"
+            found.append("not known, for lack of memory to run the forward pass again")
+        for rank, name in enumerate(engine.ranks.gather(found[0] if found else "")):
+            if name:
+                return name if engine.world == 1 else f"{name}, on rank {rank}"
+        return f"gradient of {engine.first_bad_gradient() or 'no single layer (the norm overflowed)'}"
 
 
 def _clip_scale(norm: float, max_norm: float) -> float:

@@ -70,6 +70,19 @@ class MetricsLog:
             self._sinks.pop().close()
 
 
+class NoLog(MetricsLog):
+    """Of the ranks that write nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Ignore a row."""
+
+    def close(self) -> None:
+        """Nothing to finish."""
+
+
 class TensorBoard:
     """Scalars in event files; on resume, TensorBoard hides what was written after `after_step`."""
 

@@ -1,13 +1,14 @@
 """A pretraining run from configuration to result: data, model, engine, checkpoint, loop, final words.
 
-`pretrain` is what `lowbit pretrain` calls; `load_run` opens a finished or running run for generation and
-evaluation. Everything a run leaves is in its folder: config.yaml, metrics.jsonl, run.log, tokenizer/, checkpoints/.
+`pretrain` is what `lowbit pretrain` calls, in every process of the job. Everything a run leaves is in its folder, which
+rank 0 alone writes: config.yaml, metrics.jsonl, run.log, tokenizer/, checkpoints/.
 """
 
 import logging
+import math
 import platform
 import shlex
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,22 @@ from typing import Any
 import torch
 
 import lowbit
-from lowbit.configs.schema import RunConfig
-from lowbit.configs.stored import load_config, save_config
+from lowbit.configs.schema import EngineKind, RunConfig
+from lowbit.configs.stored import save_config
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, Loader
 from lowbit.data.storage import DISK_FULL
-from lowbit.data.tokenizer import Tokenizer, load_tokenizer
-from lowbit.errors import CheckpointError, LowbitError
+from lowbit.errors import CheckpointError, DataError, LowbitError
 from lowbit.infer.engine import Generator
 from lowbit.models.cost import flops_per_token
 from lowbit.models.probe import softmax_saturation
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot, check_same
 from lowbit.trainer.console import Console, duration
+from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.ema import Ema
-from lowbit.trainer.engine import LocalEngine, load_tensors
-from lowbit.trainer.evaluate import evaluate
+from lowbit.trainer.engine import Engine, LocalEngine
+from lowbit.trainer.evaluate import Evaluation, evaluate
 from lowbit.trainer.guard import SpikeScore
 from lowbit.trainer.hardware import (
     MFU_FORMULA,
@@ -41,14 +42,18 @@ from lowbit.trainer.hardware import (
     pick_device,
     set_deterministic,
 )
+from lowbit.trainer.launch import open_ranks
+from lowbit.trainer.loaded import LoadedRun, build_model, dataset_of, load_run, open_snapshot, shown_path
 from lowbit.trainer.lock import RunLock
 from lowbit.trainer.loop import Hooks, Position, Trainer
 from lowbit.trainer.memory import explain_out_of_memory, what_to_change
 from lowbit.trainer.meters import StepMeter
-from lowbit.trainer.metrics import MetricsLog
+from lowbit.trainer.metrics import MetricsLog, NoLog
 from lowbit.trainer.objective import NextToken
 from lowbit.trainer.precision import RunPrecision, check_precision
 from lowbit.trainer.schedule import limits_reached, sequences_at
+
+__all__ = ["LoadedRun", "Pretraining", "RunResult", "dataset_of", "load_run", "pretrain", "pretrain_on"]
 
 logger = logging.getLogger("lowbit")
 
@@ -65,21 +70,20 @@ class RunResult:
     sample: str
 
 
-@dataclass(frozen=True)
-class LoadedRun:
-    """A run opened for use."""
-
-    run_dir: Path
-    config: RunConfig
-    model: Transformer
-    tokenizer: Tokenizer
-    step: int
-
-
 def pretrain(config: RunConfig, run_dir: Path) -> RunResult:
-    """Train as configured in `run_dir` (made if missing), resuming from what is there as `config.resume` says."""
-    with RunLock(run_dir):
-        run = Pretraining(config, run_dir)
+    """Train as configured in `run_dir` (made if missing), resuming from what is there as `config.resume` says.
+
+    Each process that a launcher started calls this; rank 0's `run_dir` is the one that counts.
+    """
+    with open_ranks(config) as (ranks, device):
+        return pretrain_on(config, Path(ranks.share(str(run_dir))), ranks, device)
+
+
+def pretrain_on(config: RunConfig, run_dir: Path, ranks: Ranks, device: torch.device) -> RunResult:
+    """The same on ranks that have found each other already."""
+    with ExitStack() as stack:
+        ranks.first_does(lambda: stack.enter_context(RunLock(run_dir)))
+        run = Pretraining(config, run_dir, ranks, device)
         try:
             with explain_out_of_memory(run.out_of_memory):
                 return run.execute()
@@ -97,16 +101,20 @@ def pretrain(config: RunConfig, run_dir: Path) -> RunResult:
 class Pretraining:
     """Builds the parts in the order in which a mistake is cheapest to find, then runs the loop."""
 
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: Path, ranks: Ranks = ALONE, device: torch.device | None = None
+    ) -> None:
         self.config = config
         self.run_dir = run_dir
-        self.device = pick_device(config.device)
+        self.ranks = ranks
+        self.device = device or pick_device(config.device)
         self.dtype = compute_dtype(config.precision, self.device)
         check_precision(config)
-        self.console = Console(run_dir)
+        self.console = Console(run_dir, enabled=ranks.first)
         self.store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, logger.warning)
         self.ema: Ema | None = None
         self.loader: Loader | None = None
+        self.engine: Engine | None = None
         self.log: MetricsLog | None = None
         self._final_bpb: float | None = None  # what the last, longer evaluation measured
 
@@ -124,16 +132,17 @@ class Pretraining:
         """Everything a run needs, resumed to where it was: the trainer is ready for its next step."""
         config = self.config
         set_deterministic(config.deterministic)
-        self.data = prepare_data(config.data, logger.info)
+        self.data = self._prepare_data()
         self.token_bytes = self.data.tokenizer.token_bytes()
+        snapshot = self._snapshot()
         self.model = build_model(config, self.data.tokenizer.vocab_size, self.dtype, self.device)
         self.precision = RunPrecision(config, self.model)
-        self.engine = LocalEngine(self.model, config.optim, config.engine)
+        if snapshot is None:
+            self.model.init_weights(config.seed)
+        self.engine = self.ranks.together(self._make_engine)
         self.loader = self._make_loader()
-        position = self._resume()
-        save_config(config, self.run_dir / "config.yaml")
-        self.data.tokenizer.save(self.run_dir / "tokenizer")
-        self.log = MetricsLog(self.run_dir, config.logging, asdict(config), after_step=position.step)
+        position = self._resume(snapshot)
+        self.log = self._open_folder(position)
         peak = peak_flops(self.device)
         self._introduce(peak)
         return Trainer(
@@ -141,10 +150,10 @@ class Pretraining:
             self.engine,
             self.loader,
             NextToken(config.optim.z_loss),
-            Hooks(self._evaluate, self._save, self.store.wait),
+            Hooks(self._evaluate, self._save, self._flush),
             self.log,
             self.console,
-            StepMeter(self.device, self._flops_per_token(), peak, self.engine.world),
+            StepMeter(self.device, self._flops_per_token(), peak, self.ranks.world),
             self.precision,
             self.ema,
             position,
@@ -154,6 +163,8 @@ class Pretraining:
         """End background work; safe at any point. Whoever holds the run's lock next finds nobody writing."""
         if self.loader is not None:
             self.loader.close()
+        if self.engine is not None:
+            self.engine.close()
         try:
             self.store.wait()
         except CheckpointError as error:  # the run ends by an error of its own, which is the one to raise
@@ -178,14 +189,44 @@ class Pretraining:
 
     # Building -------------------------------------------------------------------------------------------------
 
+    def _prepare_data(self) -> Dataset:
+        """Rank 0 trains the tokenizer and packs; the others then find the files, or make theirs on another machine."""
+        config, ranks = self.config.data, self.ranks
+        mine = ranks.first_does(lambda: prepare_data(config, logger.info))
+        data = ranks.together(lambda: mine or prepare_data(config, lambda _: None))
+        prints = ranks.gather(data.fingerprint)
+        if len(set(prints)) > 1:
+            other = next(rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0])
+            raise DataError(
+                f"rank {other} found other documents than rank 0: every machine needs the same data sources"
+            )
+        return data
+
+    def _make_engine(self) -> Engine:
+        if self.config.engine.kind is EngineKind.local:
+            return LocalEngine(self.model, self.config.optim, self.config.engine)
+        from lowbit.trainer.deepspeed_engine import DeepSpeedEngine
+
+        return DeepSpeedEngine(self.model, self.config, self.ranks, self.device)
+
+    def _open_folder(self, position: Position) -> MetricsLog:
+        """Configuration, tokenizer and metrics in the run's folder, which belongs to rank 0."""
+        log = self.ranks.first_does(lambda: self._fill_folder(position))
+        return log or NoLog()
+
+    def _fill_folder(self, position: Position) -> MetricsLog:
+        save_config(self.config, self.run_dir / "config.yaml")
+        self.data.tokenizer.save(self.run_dir / "tokenizer")
+        return MetricsLog(self.run_dir, self.config.logging, asdict(self.config), after_step=position.step)
+
     def _make_loader(self) -> Loader:
         return Loader(
             self.data,
             seed=self.config.seed,
             sequences_at=lambda sample: sequences_at(self.config, sample),
             micro_batch=self.config.batch.micro_batch,
-            rank=self.engine.rank,
-            world=self.engine.world,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
             prefetch=self.config.data.prefetch,
             pin=self.device.type == "cuda",
         )
@@ -195,9 +236,11 @@ class Pretraining:
 
     def _introduce(self, peak: float | None) -> None:
         """Say what will run, before it does."""
-        parameters = sum(p.numel() for p in self.model.parameters())
+        assert self.engine is not None
+        rows = self.engine.groups()
+        parameters = sum(row.parameters for row in rows)
         logger.info("model %s: %.1f million parameters", self.config.model.name, parameters / 1e6)
-        for row in self.engine.optimizer.groups():
+        for row in rows:
             logger.info("  %s", row)
         for line in self.precision.lines():
             logger.info("%s", line)
@@ -214,46 +257,55 @@ class Pretraining:
         }
 
     def _save(self, position: Position) -> None:
-        assert self.loader is not None
-        self.store.save(
-            Snapshot(
-                step=position.step,
-                model=self.engine.model_tensors(),
-                optimizer=self.engine.optimizer.state_tensors(),
-                ema=self.ema.state_tensors() if self.ema else None,
-                meta={
-                    "tokens": position.tokens,
-                    "seconds": position.seconds,
-                    "spike": position.spike.as_dict(),
-                    "cursor": self.loader.cursor.as_dict(),
-                    "identity": self._identity(),
-                    "vocab_size": self.data.tokenizer.vocab_size,
-                    "final_bpb": self._final_bpb,
-                    "precision": self.precision.state(),
-                    "versions": {
-                        "lowbit": lowbit.__version__,
-                        "torch": torch.__version__,
-                        "python": platform.python_version(),
-                    },
+        assert self.loader is not None and self.engine is not None
+        snapshot = Snapshot(
+            step=position.step,
+            model=self.engine.model_tensors(),
+            optimizer=self.engine.optimizer_tensors(),
+            ema=self.engine.collect(self.ema.state_tensors()) if self.ema else None,
+            meta={
+                "tokens": position.tokens,
+                "seconds": position.seconds,
+                "spike": position.spike.as_dict(),
+                "cursor": self.loader.cursor.as_dict(),
+                "identity": self._identity(),
+                "vocab_size": self.data.tokenizer.vocab_size,
+                "final_bpb": self._final_bpb,
+                "precision": self.precision.state(),
+                "versions": {
+                    "lowbit": lowbit.__version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
                 },
-            )
+            },
         )
+        self.ranks.first_does(lambda: self.store.save(snapshot))
 
-    def _resume(self) -> Position:
-        """Set all weights, from what `resume` names or anew, and return the position they belong to."""
-        assert self.loader is not None
-        snapshot = open_snapshot(self.config.resume, self.store)
-        if snapshot is None:
-            self.model.init_weights(self.config.seed)
-        else:
-            check_same(snapshot.meta["identity"], self._identity(), self.config.resume_allow)
+    def _flush(self) -> None:
+        self.ranks.first_does(self.store.wait)
+
+    def _snapshot(self) -> Snapshot | None:
+        """The checkpoint that `resume` names, on rank 0; on the others without its tensors. None for a fresh start."""
+        snapshot = self.ranks.first_does(lambda: open_snapshot(self.config.resume, self.store))
+        mine = [snapshot.step, snapshot.meta, snapshot.ema is not None] if snapshot is not None else None
+        notes: list[Any] | None = self.ranks.share(mine)
+        if notes is None:
+            return None
+        step, meta, averaged = notes
+        check_same(meta["identity"], self._identity(), self.config.resume_allow)
+        return snapshot or Snapshot(step, {}, {}, {} if averaged else None, meta)
+
+    def _resume(self, snapshot: Snapshot | None) -> Position:
+        """Take over a checkpoint's tensors, and return the position that they, or fresh weights, belong to."""
+        assert self.loader is not None and self.engine is not None
+        if snapshot is not None:
             self.engine.load(snapshot.model, snapshot.optimizer)
         if self.config.optim.ema_decay:  # built here: an average without a past starts at the weights as they are now
-            self.ema = Ema(self.model, self.config.optim.ema_decay)
+            self.ema = Ema(self.engine.weights(), self.config.optim.ema_decay, self.engine.refresh)
         if snapshot is None:
             return Position()
         if self.ema is not None and snapshot.ema is not None:
-            self.ema.load_state_tensors(snapshot.ema)
+            self.ema.load_state_tensors(self.engine.distribute(snapshot.ema))
         self._final_bpb = snapshot.meta.get("final_bpb")
         self.precision.resume(snapshot.meta.get("precision"), snapshot.step)
         cursor = Cursor.from_dict(snapshot.meta["cursor"])
@@ -271,28 +323,34 @@ class Pretraining:
     # Evaluation and the end -----------------------------------------------------------------------------------
 
     def _evaluate(self, last: bool) -> dict[str, float]:
-        settings = self.config.evaluation
-        budget = settings.final_tokens if last else settings.max_tokens
-        batches = self.data.validation_batches(self.config.batch.micro_batch, budget)
-        result = evaluate(self.model, batches, self.token_bytes)
+        assert self.engine is not None
+        budget = self.config.evaluation.final_tokens if last else self.config.evaluation.max_tokens
+        result = self._measure(budget)
         if last:
             self._final_bpb = result.bpb
         row = {"val_bpb": result.bpb, "val_loss": result.loss}
         if self.precision.quantised:
             with self.precision.high():
-                batches = self.data.validation_batches(self.config.batch.micro_batch, budget)
-                row["val_bpb_bf16"] = evaluate(self.model, batches, self.token_bytes).bpb
+                row["val_bpb_bf16"] = self._measure(budget).bpb
         elif self.dtype is torch.bfloat16:
             row["val_bpb_bf16"] = result.bpb
         if self.ema is not None:
             with self.ema.swapped():
-                batches = self.data.validation_batches(self.config.batch.micro_batch, budget)
-                row["val_bpb_ema"] = evaluate(self.model, batches, self.token_bytes).bpb
+                row["val_bpb_ema"] = self._measure(budget).bpb
         if self.config.logging.softmax_saturation:
-            batch = next(iter(self.data.validation_batches(1, self.config.data.sequence_length))).to(self.device)
-            shares = softmax_saturation(self.model, batch.tokens, batch.visibility)
-            row["softmax_saturation"] = sum(shares) / len(shares)
+            with self.engine.whole_model() as model:
+                if model is not None:
+                    batches = self.data.validation_batches(1, self.config.data.sequence_length)
+                    batch = next(iter(batches)).to(self.device)
+                    shares = softmax_saturation(model, batch.tokens, batch.visibility)
+                    row["softmax_saturation"] = sum(shares) / len(shares)
         return row
+
+    def _measure(self, max_tokens: int) -> Evaluation:
+        """Validation of the model as it computes now, its batches shared out between the ranks."""
+        ranks, micro_batch = self.ranks, self.config.batch.micro_batch
+        batches = self.data.validation_batches(micro_batch, max_tokens, rank=ranks.rank, world=ranks.world)
+        return evaluate(self.model, batches, self.token_bytes, ranks)
 
     def _finished(self, position: Position) -> None:
         """A run that had ended before: say so and what to raise; measure it if it ends now because of a lower limit."""
@@ -306,19 +364,21 @@ class Pretraining:
             duration(position.seconds),
             " ".join(f"{key}={2 * value}" for key, value in given.items()),
         )
-        measured, saved = self._final_bpb is not None, bool(self.store.list())
+        measured, saved = self._final_bpb is not None, self.ranks.share(bool(self.store.list()))
         if not measured:
             assert self.log is not None
             self.log.log({"step": position.step, "tokens": position.tokens} | self._evaluate(last=True))
         if not (measured and saved):
             self._save(position)
-            self.store.wait()
+            self._flush()
 
     def _conclude(self, position: Position) -> RunResult:
         """Print what was reached and what to do next."""
         assert self._final_bpb is not None
-        trigram = self.data.trigram_bpb()
         sample = self._sample()
+        trigram = self.ranks.first_does(self.data.trigram_bpb)
+        if trigram is None:
+            return RunResult(self.run_dir, position.step, position.tokens, self._final_bpb, math.nan, "")
         verdict = "below" if self._final_bpb < trigram else "NOT below"
         logger.info(
             "validation %.4f bits per byte, %s the byte-trigram baseline's %.4f", self._final_bpb, verdict, trigram
@@ -334,66 +394,17 @@ class Pretraining:
         return RunResult(self.run_dir, position.step, position.tokens, self._final_bpb, trigram, sample)
 
     def _sample(self) -> str:
-        settings, tokenizer = self.config.evaluation, self.data.tokenizer
-        if settings.sample_tokens == 0:
+        assert self.engine is not None
+        if self.config.evaluation.sample_tokens == 0:
             return ""
+        with self.engine.whole_model() as model:
+            return "" if model is None else self._sample_from(model)
+
+    def _sample_from(self, model: Transformer) -> str:
+        settings, tokenizer = self.config.evaluation, self.data.tokenizer
         prompt = [tokenizer.eot_id, *tokenizer.encode(settings.sample_prompt)]
         length = min(settings.sample_tokens, self.config.model.max_sequence - len(prompt))
-        generator = Generator(self.model, tokenizer.eot_id)
+        generator = Generator(model, tokenizer.eot_id)
         [completion] = generator.generate([prompt], max_new_tokens=length, temperature=0.8, top_p=0.95, seed=1)
         whole = tokenizer.decode([*prompt, *completion.tokens])  # a token's text may depend on the one before it
         return settings.sample_prompt + whole[len(tokenizer.decode(prompt)) :]
-
-
-# Pieces that generation and evaluation share ------------------------------------------------------------------
-
-
-def load_run(run_dir: Path, checkpoint: str = "latest", device: str = "auto") -> LoadedRun:
-    """Open a run's checkpoint for generation or evaluation, in the precision it was trained in.
-
-    Raises:
-        CheckpointError: there is no run or no readable checkpoint.
-    """
-    if not (run_dir / "config.yaml").is_file():
-        raise CheckpointError(f"{run_dir} is not a run's folder: it has no config.yaml")
-    config = load_config(run_dir / "config.yaml")
-    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, logger.warning)
-    snapshot = store.load(checkpoint, weights_only=True)
-    tokenizer = load_tokenizer(run_dir / "tokenizer")
-    where = pick_device(device)
-    model = build_model(config, tokenizer.vocab_size, compute_dtype(config.precision, where), where)
-    RunPrecision(config, model).resume(snapshot.meta.get("precision"), snapshot.step)
-    load_tensors({name: p.detach() for name, p in model.named_parameters()}, snapshot.model)
-    return LoadedRun(run_dir, config, model, tokenizer, snapshot.step)
-
-
-def open_snapshot(resume: str, store: CheckpointStore) -> Snapshot | None:
-    """The checkpoint that `resume` (auto, none or a path) names; None for a fresh start."""
-    if resume == "none":
-        if store.list():
-            raise CheckpointError(
-                f"{store.folder} already holds checkpoints and resume=none would mix two runs: "
-                "choose another run_name, or delete the folder"
-            )
-        return None
-    if resume == "auto":
-        return store.load("latest") if store.list() else None
-    return store.load(resume)
-
-
-def shown_path(path: Path) -> str:
-    """A path as people want to type it: relative to the working directory when it lies inside."""
-    resolved, here = path.resolve(), Path.cwd()
-    return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
-
-
-def build_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Transformer:
-    """The model on `device`, weights not yet set."""
-    with torch.device("meta"):
-        model = Transformer(config.model, vocab_size, dtype)
-    return model.to_empty(device=device)
-
-
-def dataset_of(run: LoadedRun) -> Dataset:
-    """The data a run was trained on, packed again if its shards are gone."""
-    return prepare_data(run.config.data, logger.info)

@@ -1,0 +1,366 @@
+"""The engine for several processes: ZeRO by DeepSpeed, with our loss scale, clipping, precision and checkpoints.
+
+What DeepSpeed does: shards optimizer states (stage 1), gradients (2) and weights (3), reduces gradients while the
+backward pass goes on, gathers weights. What it is not asked for:
+
+- Parameters stay FP32 and are rounded where they are used, as in one process; its BF16 mode is off.
+- The loss is a sum over tokens, divided by the valid tokens of the whole step. Gradients are summed over ranks; where
+  DeepSpeed insists on the mean (stage 3), the loss is multiplied by the number of ranks.
+- Gradients of all micro-batches of a step add up on the rank, in FP32, and travel once, during the last one's backward
+  pass. That costs a whole FP32 gradient a rank in steps of several micro-batches, also at stages 2 and 3.
+- The norm is that of all gradients, computed from the parts; nothing is applied before it is known to be finite.
+
+Checkpoints are whole tensors by name (`trainer/shards.py`), so a run may go on with another stage, another number of
+processes, or in one process.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowbit.comm.deepspeed import load_deepspeed, zero_config
+from lowbit.configs.schema import RunConfig
+from lowbit.data.batch import Batch
+from lowbit.errors import ConfigError
+from lowbit.models.transformer import Block, Transformer
+from lowbit.trainer.client_optimizer import ClientOptimizer
+from lowbit.trainer.distributed import Ranks
+from lowbit.trainer.engine import check_names, wants_compile
+from lowbit.trainer.objective import Objective, ObjectiveOutput
+from lowbit.trainer.optim import GroupRow
+from lowbit.trainer.shards import Shards, common_steps, partitioned_groups, partitioned_parameters, replicated
+
+MIB = 1 << 20
+
+
+class _Loss(nn.Module):
+    """The module that DeepSpeed wraps: from the micro-batch put into `work` to its scaled loss."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+        self.work: Callable[[], ObjectiveOutput]
+        self.output: ObjectiveOutput
+
+    def forward(self, scale: float) -> Tensor:
+        self.output = self.work()
+        return self.output.loss_sum * scale
+
+
+class DeepSpeedEngine:
+    """One of several processes; see `trainer.engine.Engine` for the interface."""
+
+    def __init__(self, model: Transformer, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
+        """`model` has its first weights already, the same on every rank."""
+        deepspeed = load_deepspeed(device.type)
+        self.model = model
+        self.device = device
+        self.ranks = ranks
+        self.rank, self.world = ranks.rank, ranks.world
+        self.stage = config.engine.zero_stage
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._parameters = dict(model.named_parameters())
+        self._first_step = True
+        self._ragged = False
+        self._holding = False
+        self._loss = _Loss(model)
+        self._optimizer = ClientOptimizer(model, config.optim, sharded=self.stage > 0)
+        self._prepare_blocks(deepspeed, config)
+        self._ds: Any
+        self._ds, *_ = deepspeed.initialize(
+            model=self._loss, optimizer=self._optimizer, config=self._settings(config), dist_init_required=False
+        )
+        self._zero: Any = self._ds.optimizer
+        self.shards = self._lay_out()
+        self._make_states()
+        if self.stage == 3:
+            self._keep_whole(model.embedding.weight, model.head_weight)
+
+    # Building -------------------------------------------------------------------------------------------------------
+
+    def _settings(self, config: RunConfig) -> dict[str, Any]:
+        sizes = [p.numel() for p in self._parameters.values()]
+        bucket = min(sum(sizes), config.engine.bucket_mib * MIB // 4)
+        vectors = [p.numel() for p in self._parameters.values() if p.ndim < 2]
+        return zero_config(self.stage, bucket, max(vectors, default=0), overlap=self.device.type == "cuda")
+
+    def _prepare_blocks(self, deepspeed: Any, config: RunConfig) -> None:
+        """Recomputation and compilation. At stage 3 a block's weights come together, with no hooks inside its graph."""
+        self.model.set_recompute(config.engine.recompute)
+        compiled = wants_compile(config.engine.compile, self.device)
+        if self.stage < 3:
+            if compiled:
+                self.model.compile_blocks()
+            return
+        deepspeed.utils.set_z3_leaf_modules(self.model, [Block])
+        if compiled:
+            for block in self.model.blocks:
+                block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+
+    def _lay_out(self) -> Shards:
+        if self.stage == 0:
+            return replicated(self.model)
+        make = partitioned_parameters if self.stage == 3 else partitioned_groups
+        shards = make(self._zero, self._names, self.rank, self.world)
+        self._optimizer.lay_out(shards.gather_group, shards.scatter_group)
+        return shards
+
+    def _make_states(self) -> None:
+        """The optimizer's states as they are before the first step."""
+        if self.stage == 0:
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._optimizer.make_state(group, parameter)
+            return
+        for layout, group in zip(self.shards.groups, self._settings_of_groups(), strict=True):
+            self._optimizer.make_state(group, layout.flat)
+
+    def _settings_of_groups(self) -> list[dict[str, Any]]:
+        """For each flat group of the layout its entry in the optimizer."""
+        groups = self._optimizer.param_groups
+        if self.stage < 3:
+            return groups
+        return [groups[self._zero.sub_group_to_group_id[i]] for i in range(len(self.shards.groups))]
+
+    def _keep_whole(self, *parameters: nn.Parameter) -> None:
+        """Stage 3: gather these after every step and keep them; the head is used outside of any module's forward."""
+        for parameter in dict.fromkeys(parameters):
+            if not parameter.ds_persist:  # type: ignore[attr-defined]
+                parameter.ds_persist = True  # type: ignore[attr-defined]
+                self._zero.persistent_parameters.append(parameter)
+        self.refresh()
+
+    # A step ---------------------------------------------------------------------------------------------------------
+
+    def micro_step(self, objective: Objective, batch: Batch, scale: float, last: bool = True) -> ObjectiveOutput:
+        """See `Engine.micro_step`."""
+        self._hold_reduction(not last or self.stage == 0 or self._first_step or self._ragged)
+        self._loss.work = lambda: objective(self.model, batch)
+        loss = self._ds(scale * (self.world if self.stage == 3 else 1))
+        self._ds.backward(loss, scale_wrt_gas=False)
+        return self._loss.output
+
+    def _hold_reduction(self, hold: bool) -> None:
+        """Let gradients add up on this rank, or have the coming backward pass reduce what has added up.
+
+        What DeepSpeed's `coalesce_grad_reduction` sets, without its reduction after the block: that of the last
+        micro-batch happens during its backward pass.
+        """
+        self._holding = hold
+        self._ds.inside_no_sync_ctxt = hold
+        self._ds.set_gradient_accumulation_boundary(not hold)
+        if self.stage > 0:
+            self._zero._coalesce_grad_reduction = hold
+
+    def _reduce_held(self) -> None:
+        """Reduce gradients that the backward passes left on the rank."""
+        self._check_gradients()
+        self._hold_reduction(False)
+        if self.stage == 0:
+            self._ds.allreduce_gradients(self._bucket)
+        elif self.stage == 3:
+            self._ds._flush_coalesced_reduction_zero3(self._zero)
+        else:
+            self._ds._flush_coalesced_reduction_zero12(self._zero)
+
+    def _check_gradients(self) -> None:
+        """Every parameter needs a gradient on every rank, or their buckets would not match: find out in the first step.
+
+        One that has a gradient on some ranks gets zeros on the others, in this step and all that follow. One that has
+        none anywhere stays as it is in one process, and ZeRO cannot do that.
+        """
+        if self._first_step:
+            self._first_step = False
+            counts = self.ranks.sum([float(p.grad is not None) for p in self._parameters.values()])
+            for name, count in zip(self._parameters, counts, strict=True):
+                if count == 0:
+                    raise ConfigError(
+                        f"parameter {name} got no gradient on any rank: several processes would still decay it, one "
+                        "does not; take it out of the model or train it"
+                    )
+                self._ragged |= 0 < count < self.world
+        if self._ragged:
+            for parameter in self._parameters.values():
+                if parameter.grad is None:
+                    shape = getattr(parameter, "ds_shape", parameter.shape)
+                    parameter.grad = torch.zeros(shape, dtype=parameter.dtype, device=self.device)
+
+    def gradient_norm(self) -> Tensor:
+        """See `Engine.gradient_norm`."""
+        if self._holding:
+            self._reduce_held()
+        norm = nn.utils.get_total_norm(self._gradients())
+        if self.stage == 0:
+            return norm  # of whole gradients, the same on every rank
+        square = norm.square()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients that this rank steps on."""
+        if self.stage == 0:
+            return [p.grad for p in self._parameters.values() if p.grad is not None]
+        if self.stage == 3:
+            return [self._zero.grad_partitions_flat_buffer]
+        return [piece for group in self._zero.averaged_gradients.values() for piece in group]
+
+    def step(self, lr_scale: float, gradient_scale: float) -> None:
+        """See `Engine.step`."""
+        if gradient_scale != 1.0:
+            torch._foreach_mul_(self._gradients(), gradient_scale)
+        self._optimizer.set_lr_scale(lr_scale)
+        self._ds.step()
+
+    @property
+    def _bucket(self) -> int:
+        return int(self._ds.zero_reduce_bucket_size())
+
+    def first_bad_gradient(self) -> str | None:
+        """See `Engine.first_bad_gradient`."""
+        parts = self._gradient_parts()
+        bad = [float(not bool(parts[name].isfinite().all())) for name in self._parameters]
+        found = [name for name, count in zip(self._parameters, self.ranks.sum(bad), strict=True) if count]
+        return found[-1] if found else None
+
+    def _gradient_parts(self) -> dict[str, Tensor]:
+        """This rank's part of every gradient."""
+        if self.stage == 0:
+            return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        flats = [
+            torch.cat([piece.reshape(-1) for piece in self._zero.averaged_gradients[i]])
+            for i in range(len(self.shards.groups))
+        ]
+        return {name: part.of(flats[part.group]) for name, part in self.shards.parts.items()}
+
+    # Weights and states ---------------------------------------------------------------------------------------------
+
+    def groups(self) -> list[GroupRow]:
+        """See `Engine.groups`."""
+        return self._optimizer.groups()
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `Engine.weights`."""
+        return self.shards.masters()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """See `Engine.refresh`."""
+        if self.stage in (1, 2):
+            self._zero.update_lp_params()
+        elif self.stage == 3:
+            kept = self._zero.persistent_parameters
+            self._zero._partition_all_parameters()
+            if kept:
+                kept[0].all_gather(kept)
+
+    def collect(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Engine.collect`."""
+        if self.stage > 0:
+            return self.shards.collect(parts)
+        shapes = {name: p.shape for name, p in self._parameters.items()}
+        return {name: tensor.view(shapes[name]) for name, tensor in parts.items()} if self.ranks.first else {}
+
+    def distribute(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Engine.distribute`."""
+        keys = self.ranks.share(sorted(whole))
+        return {key: self.shards.parts[key].cut(t) for key, t in self.shards.distribute(whole, keys, self.device)}
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """See `Engine.model_tensors`."""
+        return self.collect(self.weights())
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """See `Engine.optimizer_tensors`."""
+        slots = self._slots()
+        whole = self._collect_slots({key: tensor for key, tensor in slots.items() if tensor.ndim})
+        if self.ranks.first:
+            whole |= {key: tensor.clone() for key, tensor in slots.items() if not tensor.ndim}
+        return whole
+
+    def _collect_slots(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.stage > 0:
+            return self.shards.collect(parts)
+        return parts if self.ranks.first else {}
+
+    def _slots(self) -> dict[str, Tensor]:
+        """This rank's part of every state, by `<name>.<slot>`, and the step counts, which belong to whole groups."""
+        slots: dict[str, Tensor] = {}
+        for name, part in self.shards.parts.items():
+            flat = self._parameters[name] if self.stage == 0 else self.shards.groups[part.group].flat
+            for slot, tensor in self._optimizer.state[flat].items():
+                slots[f"{name}.{slot}"] = part.of(tensor) if tensor.ndim and self.stage > 0 else tensor
+        return slots
+
+    @torch.no_grad()
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """See `Engine.load`."""
+        slots = self._slots()
+        shapes = {name: part.shape for name, part in self.shards.parts.items()}
+        states = {k: t.shape if not t.ndim else shapes[k.rpartition(".")[0]] for k, t in slots.items()}
+        self.ranks.first_does(lambda: check_names("weights", shapes, model))
+        self.ranks.first_does(lambda: check_names("optimizer states", states, optimizer))
+        masters = self.weights()
+        for name, whole in self.shards.distribute(model, list(masters), self.device):
+            masters[name].copy_(self.shards.parts[name].cut(whole))
+        self.refresh()
+        flat_slots = [key for key, tensor in slots.items() if tensor.ndim]
+        for key, whole in self.shards.distribute(optimizer, flat_slots, self.device):
+            slots[key].view(-1).copy_(self.shards.parts[key.rpartition(".")[0]].cut(whole))
+        counts = {key: float(tensor) for key, tensor in optimizer.items() if not tensor.ndim}
+        self._set_steps(self.ranks.share(counts), slots)
+
+    def _set_steps(self, counts: dict[str, float], slots: dict[str, Tensor]) -> None:
+        """AdamW's step counts: one a flat group, hence equal for the parameters in it."""
+        sharing: dict[int, list[str]] = {}
+        for key in counts:
+            sharing.setdefault(slots[key].data_ptr(), []).append(key)
+        for keys in sharing.values():
+            slots[keys[0]].fill_(common_steps(keys[0], {counts[key] for key in keys}))
+
+    @contextmanager
+    def whole_model(self) -> Iterator[Transformer | None]:
+        """See `Engine.whole_model`. Stage 3: every rank needs memory for all weights meanwhile."""
+        with ExitStack() as stack:
+            if self.stage == 3:
+                stack.enter_context(_gathered(list(self._parameters.values())))
+                stack.enter_context(_without_hooks(self.model))
+            yield self.model if self.ranks.first else None
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._ds.destroy()
+
+
+@contextmanager
+def _gathered(parameters: list[Any]) -> Iterator[None]:
+    """Stage 3: all parameters whole on every rank."""
+    missing = [p for p in parameters if p.ds_status.name == "NOT_AVAILABLE"]
+    if missing:
+        missing[0].all_gather(missing)
+    try:
+        yield
+    finally:
+        if missing:
+            missing[0].partition(missing)
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """The model as it is written: no hooks that gather weights, and no compiled blocks."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    kept = [(module, kind, getattr(module, kind)) for module in model.modules() for kind in kinds]
+    forwards = [(module, module.__dict__.pop("forward")) for module in model.modules() if "forward" in module.__dict__]
+    for module, kind, _ in kept:
+        setattr(module, kind, OrderedDict())
+    try:
+        yield
+    finally:
+        for module, kind, hooks in kept:
+            setattr(module, kind, hooks)
+        for module, forward in forwards:
+            module.__dict__["forward"] = forward

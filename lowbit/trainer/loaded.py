@@ -1,0 +1,82 @@
+"""What a run starts from, and a run opened for use: its checkpoint, tokenizer, model and data."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowbit.configs.schema import RunConfig
+from lowbit.configs.stored import load_config
+from lowbit.data.dataset import Dataset, prepare_data
+from lowbit.data.tokenizer import Tokenizer, load_tokenizer
+from lowbit.errors import CheckpointError
+from lowbit.models.transformer import Transformer
+from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
+from lowbit.trainer.engine import load_tensors
+from lowbit.trainer.hardware import compute_dtype, pick_device
+from lowbit.trainer.precision import RunPrecision
+
+logger = logging.getLogger("lowbit")
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run opened for use."""
+
+    run_dir: Path
+    config: RunConfig
+    model: Transformer
+    tokenizer: Tokenizer
+    step: int
+
+
+def load_run(run_dir: Path, checkpoint: str = "latest", device: str = "auto") -> LoadedRun:
+    """Open a run's checkpoint for generation or evaluation, in the precision it was trained in.
+
+    Raises:
+        CheckpointError: there is no run or no readable checkpoint.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise CheckpointError(f"{run_dir} is not a run's folder: it has no config.yaml")
+    config = load_config(run_dir / "config.yaml")
+    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, logger.warning)
+    snapshot = store.load(checkpoint, weights_only=True)
+    tokenizer = load_tokenizer(run_dir / "tokenizer")
+    where = pick_device(device)
+    model = build_model(config, tokenizer.vocab_size, compute_dtype(config.precision, where), where)
+    RunPrecision(config, model).resume(snapshot.meta.get("precision"), snapshot.step)
+    load_tensors({name: p.detach() for name, p in model.named_parameters()}, snapshot.model)
+    return LoadedRun(run_dir, config, model, tokenizer, snapshot.step)
+
+
+def open_snapshot(resume: str, store: CheckpointStore) -> Snapshot | None:
+    """The checkpoint that `resume` (auto, none or a path) names; None for a fresh start."""
+    if resume == "none":
+        if store.list():
+            raise CheckpointError(
+                f"{store.folder} already holds checkpoints and resume=none would mix two runs: "
+                "choose another run_name, or delete the folder"
+            )
+        return None
+    if resume == "auto":
+        return store.load("latest") if store.list() else None
+    return store.load(resume)
+
+
+def shown_path(path: Path) -> str:
+    """A path as people want to type it: relative to the working directory when it lies inside."""
+    resolved, here = path.resolve(), Path.cwd()
+    return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
+
+
+def build_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Transformer:
+    """The model on `device`, weights not yet set."""
+    with torch.device("meta"):
+        model = Transformer(config.model, vocab_size, dtype)
+    return model.to_empty(device=device)
+
+
+def dataset_of(run: LoadedRun) -> Dataset:
+    """The data a run was trained on, packed again if its shards are gone."""
+    return prepare_data(run.config.data, logger.info)
