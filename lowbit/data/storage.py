@@ -9,6 +9,7 @@ import difflib
 import errno
 import fcntl
 import hashlib
+import multiprocessing
 import os
 import shutil
 import socket
@@ -80,7 +81,13 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def folder_lock(folder: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock beside `folder` (`<folder>.lock`); wait, saying so, while another live process holds it."""
+    """Hold the lock beside `folder` (`<folder>.lock`); wait, saying so, while another live process holds it.
+
+    Raises: DataError in a packing process that is still importing the script which started it: the script would wait
+    for that process, and the process for the script's lock, for good.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise DataError("packing processes import this script: put what it does under `if __name__ == '__main__':`")
     path = folder.with_name(folder.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

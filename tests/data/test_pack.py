@@ -293,3 +293,19 @@ def test_parts_grow_so_that_large_sources_make_few_files() -> None:
     assert max(sizes) < (32 << 20) + 99_991
     assert sum(sizes) == 8_000 * 99_991 and len(sizes) < 95
     assert sizes[:-1] == sorted(sizes[:-1]) or max(sizes[:16]) < min(sizes[16:32])
+
+
+def test_a_script_without_a_main_guard_ends_with_an_error(tmp_path: Path) -> None:
+    """Packing processes import the main script, which then packs again: it must not wait for itself."""
+    write_corpus(tmp_path / "corpus")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from packing import config_for, pack_corpus, small_parts\n"
+        "small_parts()\n"
+        f"pack_corpus(config_for(Path({str(tmp_path / 'corpus')!r}), Path({str(tmp_path / 'data')!r}), workers=2))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "__name__ == '__main__'" in done.stderr
