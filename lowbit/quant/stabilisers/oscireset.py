@@ -1,0 +1,258 @@
+"""OsciReset: weights that flip between two grid values are put back on the nearest one.
+
+Late in training a master weight w barely moves, but one that lies near the edge between two grid values makes its
+quantised value Q(w) jump to and fro by a whole step. Every jump is noise in the forward pass that no optimizer asked
+for. TetraJet-v2 (arXiv 2510.27527, code thu-ml/TetraJet-v2-NVFP4Training) finds such weights by comparing how far Q(w)
+travelled with how far w did, and puts them in the middle of their bin, where Q(w) stays. After optimizer step t, with
+phase p = t mod period, once the run has passed the start:
+
+    p = 0            w' = w;  dQ = dW = 0                              a window opens
+    1 <= p <= L      dQ += |Q(w) - Q(w')|;  dW += |w - w'|;  w' = w
+    p = L + 1        w = Q(w) where dW > 0 and dQ >= threshold * dW    the window closes
+
+Q is the layer's forward quantiser, four over six and all; the FP32 master changes in place, the optimizer's state does
+not. Weights that OutControl keeps in MXFP8 are left alone.
+
+**Efficient detector.** A window watches only the `tracked` share of each tensor that lies nearest to a bin's edge when
+it opens: the largest |w/s - q| / width(q), with q the grid value, s its scale and width(q) the width of its bin (see
+`grid.off_centre`). The published code forgets the start gate in this variant; here both obey it.
+
+**Four over six.** When a weight block's choice between 4 and 6 flips, sixteen quantised values jump at once, another
+way to oscillate. With `hysteresis` m > 0 each block keeps its choice until the other one's error is below (1 - m) of
+the present one's. The choice then belongs to the layer (`LowbitLinear.choice`), is renewed after each optimizer step,
+and is what the forward pass takes. Flips inside windows are counted either way.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lowbit.configs.schema import OsciDetector, OsciResetConfig
+from lowbit.errors import ConfigError
+from lowbit.quant.quantise import Memory, quantise_remembering, quantise_values
+from lowbit.quant.quantised import Values
+from lowbit.quant.spec import FOUR_OVER_SIX, QuantSpec
+from lowbit.quant.stabilisers.grid import forward_value, off_centre
+from lowbit.quant.stabilisers.masters import Master, put_rows, quantised_rows, rows_of, weight_spec
+
+KEY = "precision.stabilisers.oscireset"
+Sum = Callable[[Tensor], Tensor]
+"""A tensor's sum over the ranks, on every rank."""
+
+
+@dataclass
+class Window:
+    """What one weight did since its window opened: of all elements [rows, columns], or of those watched [n]."""
+
+    weight: Tensor
+    """w', FP32."""
+    value: Tensor
+    """Q(w'), BF16 where that is exact, else FP32."""
+    moved: Tensor
+    """dW, FP32."""
+    jumped: Tensor
+    """dQ, FP32."""
+    index: Tensor | None = None
+    """int64 [n]: the watched elements of the flattened weight; None: all."""
+    choice: Tensor | None = None
+    """int8: each block's 4 or 6 at the last step; None without four over six."""
+    flips: Tensor | None = None
+    """int64 scalar: how often a block's choice changed."""
+
+    def see(self, weight: Tensor, values: Values, choice: Tensor | None) -> None:
+        """One more step of w [rows, columns]."""
+        value = forward_value(values)
+        if self.index is not None:
+            weight, value = weight.reshape(-1)[self.index], value.reshape(-1)[self.index]
+        self.jumped += (value.float() - self.value.float()).abs()
+        self.moved += (weight - self.weight).abs()
+        self.weight.copy_(weight)
+        self.value.copy_(value)
+        if choice is not None and self.choice is not None and self.flips is not None:
+            self.flips += (choice != self.choice).sum()
+            self.choice.copy_(choice)
+
+    def oscillating(self, threshold: float) -> Tensor:
+        """bool, of the shape of `moved`: whose quantised value went so many times as far as the weight."""
+        return torch.where(self.moved > 0, self.jumped / self.moved, 0.0) >= threshold
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is there, by field."""
+        return {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+
+
+class OsciReset:
+    """Looks at the masters after every optimizer step, and resets those that oscillate."""
+
+    def __init__(
+        self,
+        config: OsciResetConfig,
+        masters: Callable[[], Iterable[Master]],
+        sum_over_ranks: Sum = lambda tensor: tensor,
+    ) -> None:
+        """`masters` gives the weights as the engine holds them, anew at each call.
+
+        Raises ConfigError when the settings, or a weight that would have to be watched, do not allow it.
+        """
+        if not 0 < config.window < config.period - 1:
+            raise ConfigError(
+                f"{KEY}.window={config.window} {KEY}.period={config.period}: a window opens, watches and closes within "
+                f"a period; {KEY}.window={max(1, config.period - 2)} would work"
+            )
+        self.config = config
+        self._masters = masters
+        self._sum = sum_over_ranks
+        self._windows: dict[str, Window] = {}
+        self._started = False
+        for master in masters():
+            spec = weight_spec(master)
+            if spec is not None:
+                quantised_rows(master, spec)
+                if config.hysteresis > 0 and spec.rounding in FOUR_OVER_SIX:
+                    _remember_choice(master, spec)
+
+    @torch.no_grad()
+    def after_step(self, step: int, progress: float) -> dict[str, float]:
+        """Optimizer step `step` (from 1) has just been taken and `progress` of the run is done; metrics, if any.
+
+        When a window closes: `quant/reset_share` of all weights watched over, and for each layer
+        `quant/<layer>/weight/reset_share` and, with four over six, `.../flip_share` (of its blocks, a step).
+        """
+        gate = self.config.start_step
+        self._started = self._started or (progress >= self.config.start if gate is None else step >= gate)
+        if not self._started:
+            return {}
+        phase = step % self.config.period
+        counts: dict[str, Tensor] = {}
+        for master in self._masters():
+            spec = weight_spec(master)
+            if spec is None:  # a switch has put the layer's forward into BF16
+                self._windows.pop(master.name, None)
+            elif phase <= self.config.window + 1 or master.layer.choice is not None:
+                self._visit(master, spec, phase, counts)
+        return self._report(counts)
+
+    def _visit(self, master: Master, spec: QuantSpec, phase: int, counts: dict[str, Tensor]) -> None:
+        """One weight after one step; a window that closes adds to `counts`."""
+        if phase == self.config.window + 1:
+            counts[master.layer_name] = torch.zeros(4, dtype=torch.int64, device=master.tensor.device)
+        if master.tensor.numel() == 0:
+            return
+        weight = quantised_rows(master, spec)
+        values, choice = self._quantise(master, spec, weight)
+        if phase == 0:
+            self._windows[master.name] = self._open(weight, values, choice)
+            return
+        window = self._windows.get(master.name)
+        if window is None or phase > self.config.window + 1:
+            return
+        if window.weight.numel() != self._watched(weight.numel()):  # OutControl has taken columns out since
+            del self._windows[master.name]
+        elif phase <= self.config.window:
+            window.see(weight, values, choice)
+        else:
+            counts[master.layer_name] = self._close(master, spec, weight, values)
+
+    def _quantise(self, master: Master, spec: QuantSpec, weight: Tensor) -> tuple[Values, Tensor | None]:
+        """What the forward pass makes of the weight from now on, and each block's 4 or 6 where there is a choice."""
+        if spec.rounding not in FOUR_OVER_SIX:
+            return quantise_values(weight, spec), None
+        held = master.layer.choice
+        if held is None:
+            return quantise_remembering(weight, spec)
+        held = held[tuple(slice(count) for count in block_counts(weight, spec))]
+        values, choice = quantise_remembering(weight, spec, Memory(held, self.config.hysteresis))
+        held.copy_(choice)
+        return values, choice
+
+    def _watched(self, size: int) -> int:
+        """How many of `size` weights a window watches."""
+        if self.config.detector is OsciDetector.full:
+            return size
+        return min(size, max(1, math.ceil(size * self.config.tracked)))
+
+    def _open(self, weight: Tensor, values: Values, choice: Tensor | None) -> Window:
+        value, index = forward_value(values), None
+        flips = None if choice is None else torch.zeros((), dtype=torch.int64, device=weight.device)
+        if self.config.detector is OsciDetector.efficient:
+            score = off_centre(weight, values).reshape(-1)
+            index = score.topk(self._watched(score.numel()), sorted=False).indices.sort().values
+            weight, value = weight.reshape(-1)[index], value.reshape(-1)[index]
+        zeros = torch.zeros_like(weight)
+        return Window(weight.clone(), value, zeros, zeros.clone(), index, choice, flips)
+
+    def _close(self, master: Master, spec: QuantSpec, weight: Tensor, values: Values) -> Tensor:
+        """Reset; int64 [4]: weights reset, all weights, flips of blocks, blocks times steps."""
+        window = self._windows.pop(master.name)
+        found = window.oscillating(self.config.threshold)
+        if window.index is not None:
+            everywhere = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
+            found = everywhere.index_copy_(0, window.index, found).reshape(weight.shape)
+        put_rows(master, spec, torch.where(found, forward_value(values).float(), weight))
+        count = found.sum()
+        flips = torch.zeros_like(count) if window.flips is None else window.flips
+        blocks = 0 if window.choice is None else window.choice.numel() * self.config.window
+        return torch.stack([count, torch.full_like(count, weight.numel()), flips, torch.full_like(count, blocks)])
+
+    def _report(self, counts: dict[str, Tensor]) -> dict[str, float]:
+        """Shares from the counts, with one look at the device."""
+        if not counts:
+            return {}
+        table: list[list[int]] = self._sum(torch.stack(list(counts.values()))).tolist()
+        rows = {"": [sum(column) for column in zip(*table, strict=True)]}
+        rows |= {f"{name}/weight/": row for name, row in zip(counts, table, strict=True)}
+        report = {}
+        for name, (reset, weights, flips, blocks) in rows.items():
+            if weights:
+                report[f"quant/{name}reset_share"] = reset / weights
+            if blocks:
+                report[f"quant/{name}flip_share"] = flips / blocks
+        return report
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything that goes on after a resume, by name: open windows, choices, whether it has started."""
+        state = {"started": torch.tensor(self._started)}
+        for name, window in self._windows.items():
+            state |= {f"{name}.{slot}": tensor for slot, tensor in window.tensors().items()}
+        for master in self._masters():
+            if master.layer.choice is not None:
+                state[f"{master.name}.held"] = master.layer.choice
+        return state
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a saved state."""
+        self._started = bool(state["started"])
+        self._windows = {}
+        for master in self._masters():
+            device = master.tensor.device
+            slots = {
+                f.name: tensor.to(device, copy=True)
+                for f in fields(Window)
+                if (tensor := state.get(f"{master.name}.{f.name}")) is not None
+            }
+            if slots:
+                self._windows[master.name] = Window(**slots)
+            if master.layer.choice is not None and (held := state.get(f"{master.name}.held")) is not None:
+                master.layer.choice.copy_(held)
+
+
+def block_counts(weight: Tensor, spec: QuantSpec) -> tuple[int, int]:
+    """Row blocks and column blocks of a matrix, padding included."""
+    rows, columns = weight.shape
+    padded = -(-columns // spec.column_multiple) * spec.column_multiple
+    return -(-rows // spec.block[0]), padded // spec.block[1]
+
+
+def _remember_choice(master: Master, spec: QuantSpec) -> None:
+    """Give the layer the memory of its blocks' choices."""
+    if master.tensor.numel() != master.layer.weight.numel():
+        raise ConfigError(
+            f"{master.name}: hysteresis keeps a choice for every block of the layer, and this process holds a shard: "
+            f"{KEY}.hysteresis=0 would work"
+        )
+    master.layer.remember_choice(*block_counts(rows_of(master, spec), spec))
