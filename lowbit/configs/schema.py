@@ -21,6 +21,24 @@ class MlpKind(StrEnum):
     """down(relu(up(x))**2), two matrices."""
 
 
+class NormPlacement(StrEnum):
+    """Where a block's two norms stand."""
+
+    before = "before"
+    """x + f(norm(x)): pre-norm."""
+    after = "after"
+    """x + norm(f(x)): OLMo-2's."""
+
+
+class QkNormScope(StrEnum):
+    """What QK-norm takes together."""
+
+    head = "head"
+    """The numbers of one head (Qwen3)."""
+    layer = "layer"
+    """The numbers of all heads (OLMo-2)."""
+
+
 class RopeScaling(StrEnum):
     """How rotary frequencies are stretched beyond the trained context."""
 
@@ -53,7 +71,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense pre-norm decoder without biases."""
+    """A decoder without biases."""
 
     name: str = "tiny"
     """Preset name, for display."""
@@ -70,7 +88,9 @@ class ModelConfig:
     mlp_width: int = 704
     """Hidden width of the feed-forward network (of `up`; SwiGLU has a `gate` as wide)."""
     qk_norm: bool = True
-    """RMSNorm over each head's query and key before the rotary embedding."""
+    """RMSNorm over queries and keys before the rotary embedding."""
+    qk_norm_scope: QkNormScope = QkNormScope.head
+    norm_placement: NormPlacement = NormPlacement.before
     tied_head: bool = False
     """Share the token embedding and the LM head."""
     logit_softcap: float | None = None
@@ -83,6 +103,8 @@ class ModelConfig:
     """Standard deviation of all matrices but the output projections, which get init_std / sqrt(2 * layers)."""
     vocab_multiple: int = 64
     """The embedding is padded to a multiple of this many rows; padded rows are never predicted."""
+    vocab_rows: int | None = None
+    """Rows of the embedding, as an imported checkpoint has them; null: as `vocab_multiple` says."""
 
 
 class SourceKind(StrEnum):

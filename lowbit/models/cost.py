@@ -11,7 +11,7 @@ recomputation, do more work; they get no credit for it. Norms, rotations and the
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from lowbit.configs.schema import MlpKind, ModelConfig, OptimizerKind, Recompute
+from lowbit.configs.schema import MlpKind, ModelConfig, OptimizerKind, QkNormScope, Recompute
 
 HEAD_CHUNK_NUMBERS = 1 << 28
 """Logits that exist at once in the LM head on a GPU: 512 MiB in BF16, so large that adding up dW costs little."""
@@ -49,13 +49,19 @@ def head_dim_of(config: ModelConfig) -> int:
     return config.width // config.heads if config.head_dim is None else config.head_dim
 
 
+def vocab_rows_of(config: ModelConfig, vocab_size: int) -> int:
+    """Rows of the embedding and the head, those that are never predicted included."""
+    return config.vocab_rows or -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
+
+
 def parameter_parts(config: ModelConfig, vocab_size: int) -> ParameterCount:
     """Parameters of a model by role; the padded rows of the vocabulary are included, a tied table counts once."""
     head_dim = head_dim_of(config)
-    table = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple * config.width
+    table = vocab_rows_of(config, vocab_size) * config.width
     attention = config.width * head_dim * (2 * config.heads + 2 * config.kv_heads)
     mlp = config.width * config.mlp_width * (3 if config.mlp is MlpKind.swiglu else 2)
-    norms = 2 * config.width + (2 * head_dim if config.qk_norm else 0)
+    normed = 2 if config.qk_norm_scope is QkNormScope.head else config.heads + config.kv_heads
+    norms = 2 * config.width + (normed * head_dim if config.qk_norm else 0)
     return ParameterCount(
         embedding=table,
         attention=config.layers * attention,

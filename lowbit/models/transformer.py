@@ -5,7 +5,9 @@
     hidden = norm(x)                                       (the head is models/lm_head.py, chunked)
 
 No biases anywhere. SwiGLU is down(silu(gate(x)) * up(x)) (arXiv 2002.05202), relu2 is down(relu(up(x))^2)
-(arXiv 2109.08668). QK-norm is an RMSNorm over each head's query and key before the rotary embedding.
+(arXiv 2109.08668). QK-norm is an RMSNorm over each head's query and key before the rotary embedding, or over all heads
+of a token together. With norms placed after (OLMo-2, arXiv 2501.00656) a block is x = x + norm(attention(x));
+x = x + norm(mlp(x)).
 
 Initialisation: every matrix, the embedding and the head included, is normal with standard deviation `init_std`;
 the two projections that write into the residual stream, `attention.out` and `mlp.down`, have
@@ -28,11 +30,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from lowbit.configs.schema import MlpKind, ModelConfig, Recompute
+from lowbit.configs.schema import MlpKind, ModelConfig, NormPlacement, QkNormScope, Recompute
 from lowbit.errors import ConfigError, DataError
 from lowbit.models import kernels
 from lowbit.models.attention import AttentionMask, attention, cached_mask, prepare_mask
-from lowbit.models.cost import head_dim_of
+from lowbit.models.cost import head_dim_of, vocab_rows_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, project
 from lowbit.models.rope import apply_rope, check_rope, rope_frequencies, rope_tables
 from lowbit.models.visibility import Visibility
@@ -61,6 +63,11 @@ def check_model(config: ModelConfig, vocab_size: int) -> None:
         raise ConfigError(f"model.logit_softcap={config.logit_softcap} must be positive, or null for none")
     if not config.init_std > 0:
         raise ConfigError(f"model.init_std={config.init_std} must be positive")
+    if config.vocab_rows is not None and config.vocab_rows < vocab_size:
+        raise ConfigError(
+            f"model.vocab_rows={config.vocab_rows} is less than the tokenizer's {vocab_size} tokens: use the "
+            "tokenizer that the model was trained with, or model.vocab_rows=null"
+        )
     check_rope(config.rope, head_dim_of(config))
 
 
@@ -74,8 +81,10 @@ class Attention(nn.Module):
         self.k = Linear(config.width, config.kv_heads * self.head_dim)
         self.v = Linear(config.width, config.kv_heads * self.head_dim)
         self.out = Linear(config.heads * self.head_dim, config.width)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        together = config.qk_norm_scope is QkNormScope.layer  # the norm takes all heads of a token at once
+        q_width, k_width = (self.head_dim * (heads if together else 1) for heads in (config.heads, config.kv_heads))
+        self.q_norm = RMSNorm(q_width, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(k_width, config.norm_eps) if config.qk_norm else None
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, width] -> q [B, H, T, D], k and v [B, Hkv, T, D], normalised and turned; views of [B, T, H, D]."""
@@ -98,6 +107,8 @@ def _norm_and_turn(x: Tensor, norm: RMSNorm | None, rope: Rope) -> Tensor:
     """QK-norm, where there is one, and rotary embedding of x [B, T, H, D]; one kernel on a GPU."""
     if norm is None:
         return apply_rope(x, *rope)
+    if norm.weight.shape[0] != x.shape[-1]:
+        return apply_rope(norm(x.flatten(2)).view(x.shape), *rope)
     if x.is_cuda and kernels.handles(x):
         turned: Tensor = kernels.head_norm_rope(x, norm.weight, *rope, norm.eps)
         return turned
@@ -125,7 +136,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer."""
+    """One layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -133,6 +144,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp = Mlp(config)
+        self.norms_after = config.norm_placement is NormPlacement.after
         self.recompute = Recompute.none
 
     def forward(
@@ -161,6 +173,10 @@ class Block(nn.Module):
     def _forward(
         self, x: Tensor, mask: AttentionMask, rope: Rope, cache: KVCache | None = None, layer: int = 0
     ) -> Tensor:
+        if self.norms_after:
+            x = x + self.attention_norm(self.attention(x, mask, rope, cache, layer))
+            after: Tensor = x + self.mlp_norm(self.mlp(x))
+            return after
         x, h = _add_and_norm(x, self.attention(self.attention_norm(x), mask, rope, cache, layer), self.mlp_norm)
         y: Tensor = x + self.mlp(h)
         return y
@@ -207,7 +223,7 @@ class Transformer(nn.Module):
         check_model(config, vocab_size)
         self.config = config
         self.vocab_size = vocab_size
-        self.padded_vocab = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
+        self.padded_vocab = vocab_rows_of(config, vocab_size)
         self.compute_dtype = compute_dtype
         self.embedding = Embedding(self.padded_vocab, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
