@@ -1,51 +1,22 @@
-"""The low-bit linear layer: three products, each of two factors in the format that its policy names.
+"""The low-bit linear layer: `models.layers.Linear` to everyone else, its products following a `LinearPolicy`.
 
-    fprop   Y  [tokens, out] = Q1(X)      Q2(W)^T
-    dgrad   dX [tokens, in]  = Q3(dY R)   Q4(W'^T R)^T
-    wgrad   dW [out, in]     = Q5(dY^T R) Q6(X'^T R)^T
-
-R is a random rotation over the dimension that the product sums over, or none; it cancels in the product. W' and X' are
-the dequantised Q2(W) and Q1(X) when the policy is `aligned`, so that the expected gradient is that of the function
-which was computed, and W and X themselves when it is `original`.
-
-**What is kept** for the backward pass is one low-bit copy of X, packed (`LinearPolicy.kept`): Q1(X), from which Q6 is
-made when its time comes, or Q6(X^T) itself. Siblings, which read the same input (q, k, v; gate, up), share it and every
-quantisation of X (`project_together`). Q2(W) and Q4(W^T) are made anew in the backward pass: a weight is
-read where it lives, and no quantised copy of it waits in memory.
-
-**Precision.** Factors are BF16 numbers, the product sums in FP32. dW leaves its product in FP32, the type of the master
-weight. With FP32 activations (CPU) the products of the same BF16 factors stay in FP32 throughout.
-
-**Scales outside the sum.** A factor's scale of the whole tensor follows it into the backward pass as a number applied
-after the product. Scales of rows lie inside the backward's sums: they are multiplied in, rounded to BF16.
-
-**Mean split** (Averis, arXiv 2603.10444): X = 1 mu^T + X_r with mu the mean over the tokens of the micro-batch. Only
-X_r is quantised: Y = Q1(X_r) Q2(W)^T + 1 (mu W^T), dW = Q5(dY^T) Q6(X_r'^T)^T + (dY^T 1) mu^T, both second terms in
-high precision; dX as without.
-
-**Noise** is keyed by (seed, layer, step, micro-batch, rank): see `philox`. Siblings draw what belongs to X, and the
-rotation signs of fprop and wgrad, from the first one's key. The clock may only move on when no backward pass is
-pending, for the backward draws from it too; autograd raises an error if it does.
+The products themselves are in `linear_products`. Here is what belongs to a layer: its weight and policy, the key and
+clock of its noise, the input it shares with siblings, the copy of its weight that passes without gradients use, and
+what the stabilisers may give it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lowbit.errors import ConfigError
 from lowbit.models.layers import Linear
-from lowbit.quant.bits import round_to_bf16
-from lowbit.quant.hadamard import unrotate
+from lowbit.quant.linear_products import forward_product, linear_products, remembered, rotation_signs
 from lowbit.quant.philox import Product, Side, Stream
-from lowbit.quant.policy import Alignment, Kept, LinearPolicy, Operand, ProductPolicy
-from lowbit.quant.product import Dense, Factor, bf16_valued, factor, multiply, signs_of
-from lowbit.quant.quantise import Memory
-from lowbit.quant.quantised import Packed, Quantised, Values, crop, to_codes
-from lowbit.quant.spec import Outer, Scale
+from lowbit.quant.policy import LinearPolicy
+from lowbit.quant.product import Dense, Factor, factor
 
 FEATURE_MULTIPLE = 8
 
@@ -148,7 +119,7 @@ class LowbitLinear(Linear):
 
         Layers whose policies differ are called one by one.
         """
-        layers = [self, *(o for o in others if isinstance(o, LowbitLinear) and self._computes_as(o))]
+        layers = [self, *(o for o in others if isinstance(o, LowbitLinear) and self.computes_as(o))]
         if len(layers) <= len(others):
             return tuple(linear(x) for linear in (self, *others))
         if not self.policy.quantised:
@@ -166,7 +137,7 @@ class LowbitLinear(Linear):
             outputs = tuple(y for group in groups for y in _frozen_products(rows, group))
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
-    def _computes_as(self, other: "LowbitLinear") -> bool:
+    def computes_as(self, other: "LowbitLinear") -> bool:
         """Whether both do the same to their common input."""
         return other.policy == self.policy and other.retained is self.retained and other.input_amax is self.input_amax
 
@@ -177,7 +148,7 @@ class LowbitLinear(Linear):
             super().freeze(dtype)
             return
         stream = Stream(self.key, self.clock, Product.FPROP, Side.RIGHT)
-        self.frozen_signs = _signs(self.policy.fprop, stream)
+        self.frozen_signs = rotation_signs(self.policy.fprop, stream)
         memory = remembered(self.choice)
         right = factor(self.weight, self.policy.fprop.right, stream, self.frozen_signs, dtype, memory)
         self.frozen, self.frozen_scale = right.operand().to(dtype), right.after()
@@ -196,294 +167,4 @@ def _frozen_products(x: Tensor, layers: Sequence[LowbitLinear]) -> tuple[Tensor,
     first = layers[0]
     stream = Stream(first.key, first.clock, Product.FPROP, Side.LEFT)
     weights, amax = [layer.weight for layer in layers], first.input_amax
-    return _forward(x, weights, rights, stream, first.frozen_signs, first.policy, amax).outputs
-
-
-def linear_products(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    clock: Tensor,
-    policy: LinearPolicy,
-    choices: Sequence[Tensor | None] | None = None,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """x [tokens, in] BF16 or FP32, weights [out, in] FP32 -> each x W^T [tokens, out] in the type of x.
-
-    keys: int64 [2] each. clock: int64 [3]. choices, amax: see `LowbitLinear.choice` and `.input_amax`.
-    """
-    choices = choices or [None] * len(weights)
-    if x.shape[0] == 0:  # nothing to quantise: gradients are zeros
-        return tuple(F.linear(x, w.to(x.dtype)) for w in weights)
-    weight_grad = any(w.requires_grad for w in weights)
-    if not torch.is_grad_enabled() or not (weight_grad or x.requires_grad):
-        return training_forward(x, weights, keys, choices, clock, policy, amax).outputs
-    spec = _Call(policy, len(weights), x.requires_grad, weight_grad)
-    outputs: tuple[Tensor, ...]
-    outputs = LinearProducts.apply(x, clock, amax, spec, *weights, *keys, *choices)  # type: ignore[no-untyped-call]
-    return outputs
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The constants of one call."""
-
-    policy: LinearPolicy
-    count: int
-    """Of weights."""
-    input_grad: bool
-    weight_grad: bool
-
-
-class LinearProducts(torch.autograd.Function):
-    """fprop forward, dgrad and wgrad backward, for one or several weights of the same input."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, clock: Tensor, amax: Tensor | None, call: _Call, *of_weights: Any
-    ) -> tuple[Tensor, ...]:
-        weights, keys, choices = in_threes(of_weights)
-        result = training_forward(x, weights, keys, choices, clock, call.policy, amax)
-        kept = keep(x, result, keys[0], clock, call.policy) if call.weight_grad else KeptInput(None)
-        ctx.call, ctx.dtype, ctx.shapes = call, x.dtype, kept.shapes
-        ctx.save_for_backward(clock, *kept.tensors, *of_weights)
-        return result.outputs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        clock, data, scales, outer, mean, *of_weights = ctx.saved_tensors
-        weights, keys, choices = in_threes(of_weights)
-        dx = None
-        if call.input_grad:
-            dx = _input_gradient(grads, weights, keys, choices, clock, call.policy, ctx.dtype)
-        dws: tuple[Tensor | None, ...] = (None,) * call.count
-        if call.weight_grad:
-            kept = KeptInput(data, scales, outer, mean, *ctx.shapes)
-            found = weight_gradients(grads, kept, weights[0].shape[1], keys, clock, call.policy, ctx.dtype)
-            dws = tuple(dw.to(w.dtype) for dw, w in zip(found, weights, strict=True))
-        return dx, None, None, None, *dws, *(None,) * (2 * call.count)
-
-
-def in_threes(of_weights: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
-    """Weights, keys and choices, one after the other in one sequence."""
-    count = len(of_weights) // 3
-    return of_weights[:count], of_weights[count : 2 * count], of_weights[2 * count :]
-
-
-def remembered(choice: Tensor | None) -> Memory | None:
-    """Four over six as `choice` says."""
-    return None if choice is None else Memory(choice, 1.0)
-
-
-@dataclass(frozen=True)
-class Fprop:
-    """What fprop made."""
-
-    outputs: tuple[Tensor, ...]
-    left: Factor
-    x: Tensor
-    """[tokens, in]: what was quantised, X or X_r."""
-    mean: Tensor | None
-    """[1, in], FP32, if it was split off."""
-
-
-@dataclass(frozen=True)
-class KeptInput:
-    """What wgrad needs of the input."""
-
-    data: Tensor | None
-    """X, or packed codes."""
-    scales: Tensor | None = None
-    outer: Tensor | None = None
-    mean: Tensor | None = None
-    shape: tuple[int, ...] = ()
-    scale_shape: tuple[int, int] = (0, 0)
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.data, self.scales, self.outer, self.mean
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, int]]:
-        return self.shape, self.scale_shape
-
-    def unpack(self, operand: Operand) -> Quantised:
-        assert self.data is not None and self.scales is not None and operand.spec is not None
-        packed = Packed(self.data, self.scales, self.outer, self.shape, operand.spec, self.scale_shape, False)
-        return packed.unpack()
-
-
-def _forward(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    rights: Sequence[Factor],
-    stream: Stream,
-    signs: Tensor | None,
-    policy: LinearPolicy,
-    amax: Tensor | None = None,
-) -> Fprop:
-    """fprop, with the weights' factors at hand; `stream` is x's."""
-    dtype, mean = x.dtype, None
-    if policy.mean_split:
-        mean, x = split_mean(x)
-    left = factor(x, policy.fprop.left, stream, signs, dtype, amax=amax)
-    if mean is None:
-        outputs = [multiply(left, right, dtype) for right in rights]
-    else:
-        constants = [mean @ bf16_valued(weight, torch.float32).t() for weight in weights]  # [1, out]
-        sums = [multiply(left, right, dtype, torch.float32) for right in rights]
-        outputs = [(y + constant).to(dtype) for y, constant in zip(sums, constants, strict=True)]
-    return Fprop(tuple(outputs), left, x, mean)
-
-
-def training_forward(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    choices: Sequence[Tensor | None],
-    clock: Tensor,
-    policy: LinearPolicy,
-    amax: Tensor | None = None,
-) -> Fprop:
-    """fprop as training computes it."""
-    stream = Stream(keys[0], clock, Product.FPROP, Side.LEFT)
-    rights = weight_factors(weights, keys, choices, clock, policy, x.dtype)
-    return _forward(x, weights, rights, stream, _signs(policy.fprop, stream), policy, amax)
-
-
-def weight_factors(
-    weights: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    choices: Sequence[Tensor | None],
-    clock: Tensor,
-    policy: LinearPolicy,
-    dtype: torch.dtype,
-) -> list[Factor]:
-    """Q2(W) of siblings, rotated by the first one's signs, since their input is rotated once."""
-    streams = [Stream(key, clock, Product.FPROP, Side.RIGHT) for key in keys]
-    signs, right = _signs(policy.fprop, streams[0]), policy.fprop.right
-    parts = zip(weights, streams, choices, strict=True)
-    return [factor(w, right, stream, signs, dtype, remembered(choice)) for w, stream, choice in parts]
-
-
-def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [tokens, in] -> its mean over the tokens, FP32 [1, in], and the rest; both rounded to BF16, held in FP32."""
-    mean = round_to_bf16(x.float().sum(0, keepdim=True) / max(x.shape[0], 1))
-    return mean, round_to_bf16(bf16_valued(x, torch.float32) - mean)
-
-
-def keep(x: Tensor, forward: Fprop, key: Tensor, clock: Tensor, policy: LinearPolicy) -> KeptInput:
-    """What the policy says to keep, packed."""
-    if policy.kept is Kept.INPUT:
-        return KeptInput(x)
-    codes = forward.left
-    if policy.kept is Kept.TRANSPOSED:
-        codes = _wgrad_right(forward.x, key, clock, policy, x.dtype)
-    assert isinstance(codes, Values)
-    packed = to_codes(codes).pack().trim()
-    return KeptInput(packed.data, packed.scales, packed.outer, forward.mean, packed.shape, packed.scale_shape)
-
-
-def _wgrad_right(x: Tensor, key: Tensor, clock: Tensor, policy: LinearPolicy, dtype: torch.dtype) -> Factor:
-    """Q6(X^T R) [in, tokens]."""
-    stream = Stream(key, clock, Product.WGRAD, Side.RIGHT)
-    return factor(x.t(), policy.wgrad.right, stream, _signs(policy.wgrad, stream), dtype)
-
-
-def _input_gradient(
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    choices: Sequence[Tensor | None],
-    clock: Tensor,
-    policy: LinearPolicy,
-    dtype: torch.dtype,
-) -> Tensor:
-    """dgrad: dX [tokens, in], the sum over siblings."""
-    sources: list[tuple[Tensor, Tensor | None]] = [(weight, None) for weight in weights]
-    if policy.alignment is Alignment.ALIGNED and policy.fprop.right.spec is not None:
-        forward_signs = _signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.RIGHT))
-        factors = weight_factors(weights, keys, choices, clock, policy, dtype)
-        sources = [_dequantised(f, forward_signs, w.shape[1]) for f, w in zip(factors, weights, strict=True)]
-    return dgrad(grads, sources, keys, clock, policy, dtype)
-
-
-def dgrad(
-    grads: Sequence[Tensor],
-    sources: Sequence[tuple[Tensor, Tensor | None]],
-    keys: Sequence[Tensor],
-    clock: Tensor,
-    policy: LinearPolicy,
-    dtype: torch.dtype,
-) -> Tensor:
-    """dX from what stands for each W [out, in], and the scale that follows it."""
-    total = None
-    for grad, (source, after), key in zip(grads, sources, keys, strict=True):
-        left_stream = Stream(key, clock, Product.DGRAD, Side.LEFT)
-        signs = _signs(policy.dgrad, left_stream)
-        left = factor(grad, policy.dgrad.left, left_stream, signs, dtype)
-        right_stream = Stream(key, clock, Product.DGRAD, Side.RIGHT)
-        right = factor(source.t(), policy.dgrad.right, right_stream, signs, dtype)
-        part = multiply(left, right, dtype, after=after)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
-
-
-def weight_gradients(
-    grads: Sequence[Tensor],
-    kept: KeptInput,
-    width: int,
-    keys: Sequence[Tensor],
-    clock: Tensor,
-    policy: LinearPolicy,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
-    """wgrad: one dW [out, width], FP32, a sibling.
-
-    Their rotation signs are the first one's, since X^T is rotated once.
-    """
-    after = None
-    right: Factor
-    if policy.kept is Kept.TRANSPOSED:
-        right = kept.unpack(policy.wgrad.right)
-    elif policy.kept is Kept.INPUT:
-        assert kept.data is not None
-        right = _wgrad_right(kept.data, keys[0], clock, policy, dtype)
-    else:
-        forward_signs = _signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.LEFT))
-        source, after = _dequantised(kept.unpack(policy.fprop.left), forward_signs, width)
-        right = _wgrad_right(source, keys[0], clock, policy, dtype)
-    signs = _signs(policy.wgrad, Stream(keys[0], clock, Product.WGRAD, Side.RIGHT))
-    gradients = []
-    for grad, key in zip(grads, keys, strict=True):
-        left = factor(grad.t(), policy.wgrad.left, Stream(key, clock, Product.WGRAD, Side.LEFT), signs, dtype)
-        dw = multiply(left, right, dtype, torch.float32, after)
-        if kept.mean is not None:
-            dw = dw + bf16_valued(grad, torch.float32).sum(0)[:, None] * kept.mean
-        gradients.append(dw)
-    return tuple(gradients)
-
-
-def _signs(product: ProductPolicy, stream: Stream) -> Tensor | None:
-    return signs_of(stream, product.rotation, product.signs)
-
-
-def _dequantised(forward: Factor, signs: Tensor | None, width: int) -> tuple[Tensor, Tensor | None]:
-    """A forward factor -> the matrix [rows, width] that it stands for, BF16, and the scale that follows it, [1, 1].
-
-    A whole tensor's scale need not go through BF16; those of rows must, because the backward sums over rows.
-    """
-    after = None
-    assert isinstance(forward, (Values, Quantised))
-    if forward.spec.outer is Outer.TENSOR or (forward.spec.scale is Scale.FP32 and forward.spec.block[0] == 0):
-        matrix, after = forward.operand(), forward.after()
-    else:
-        matrix = forward.dequantise()
-    if signs is not None:
-        matrix = unrotate(matrix, signs, signs.shape[0])
-        if matrix.shape[1] != width:
-            matrix = crop(matrix, matrix.shape[0], width)
-    return matrix, after
+    return forward_product(x, weights, rights, stream, first.frozen_signs, first.policy, amax).outputs

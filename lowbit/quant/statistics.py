@@ -14,28 +14,28 @@ without the channels that OutControl retains. Under MS-EDEN s is the corrected s
 clipped that were not.
 
 Weights are measured where they lie. Inputs and gradients pass by in one forward (and backward) pass on a few sequences
-that is made for the purpose: `Taps` listens to the low-bit layers during it. The pass must run uncompiled; steps
-without it cost nothing, and nothing is added to compiled code.
+that is made for the purpose, uncompiled (`measuring`). Steps without it cost nothing, and nothing is added to compiled
+code.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from lowbit.models.layers import Linear
 from lowbit.quant.bits import read_bf16
 from lowbit.quant.hadamard import rotate
-from lowbit.quant.linear import LowbitLinear, split_mean
+from lowbit.quant.linear import LowbitLinear
+from lowbit.quant.linear_products import split_mean
 from lowbit.quant.philox import Product, Side, Stream
 from lowbit.quant.policy import Operand, ProductPolicy
 from lowbit.quant.product import signs_of
 from lowbit.quant.quantise import Memory, quantise_values
 from lowbit.quant.spec import FOUR_OVER_SIX, QuantSpec
 from lowbit.quant.stabilisers.grid import edge_nearness, forward_value
+from lowbit.quant.taps import listening
 
 NAMES = ("relative_mse", "clipped_share", "underflow_share", "amax", "oscillation_risk")
 AT_EDGE = 0.9
@@ -100,51 +100,26 @@ def _measure_factor(
     return measure(x, operand.spec, stream, memory, risk)
 
 
-class Taps:
-    """Listens to low-bit layers during a pass; `found` has `<layer>/input` and `<layer>/gradient` afterwards.
+@contextmanager
+def measuring(layers: Mapping[str, LowbitLinear]) -> Iterator[dict[str, Tensor]]:
+    """Measures what passes through the layers (by name) inside: `<layer>/input`, `<layer>/gradient` -> statistics.
 
     Layers that read one input together have its statistics under the first one's name.
     """
+    found: dict[str, Tensor] = {}
 
-    def __init__(self, layers: Mapping[str, LowbitLinear]) -> None:
-        self.found: dict[str, Tensor] = {}
-        self._names = {layer: name for name, layer in layers.items()}
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Every product that a layer computes inside is measured; gradients when the backward pass comes by."""
-        for layer in self._names:
-            # over the method, on this instance alone; nothing the compiler guards on is different afterwards
-            setattr(layer, "project_together", partial(self._call, layer, layer.project_together))  # noqa: B010
-        try:
-            yield
-        finally:
-            for layer in self._names:
-                delattr(layer, "project_together")
-
-    def _call(
-        self,
-        layer: LowbitLinear,
-        compute: Callable[[Tensor, Sequence[Linear]], tuple[Tensor, ...]],
-        x: Tensor,
-        others: Sequence[Linear],
-    ) -> tuple[Tensor, ...]:
-        outputs = compute(x, others)
-        together = [o for o in others if isinstance(o, LowbitLinear) and o.policy == layer.policy]
-        if len(together) < len(others):  # each was called on its own, and has been heard
-            return outputs
-        self._note(f"{self._names[layer]}/input", input_statistics(layer, x))
-        for member, y in zip((layer, *together), outputs, strict=True):
-            if y.requires_grad:
-                y.register_hook(partial(self._hear_gradient, member))  # type: ignore[no-untyped-call]
-        return outputs
-
-    def _hear_gradient(self, layer: LowbitLinear, grad: Tensor) -> None:
-        self._note(f"{self._names[layer]}/gradient", gradient_statistics(layer, grad))
-
-    def _note(self, name: str, statistics: Tensor | None) -> None:
+    def note(name: str, statistics: Tensor | None) -> None:
         if statistics is not None:
-            self.found[name] = statistics
+            found[name] = statistics
+
+    def on_input(names: list[str], x: Tensor) -> None:
+        note(f"{names[0]}/input", input_statistics(layers[names[0]], x))
+
+    def on_gradient(name: str, grad: Tensor) -> None:
+        note(f"{name}/gradient", gradient_statistics(layers[name], grad))
+
+    with listening(layers, on_input, on_gradient):
+        yield found
 
 
 def as_row(found: Mapping[str, Tensor]) -> dict[str, float]:

@@ -12,7 +12,8 @@ from lowbit.errors import ConfigError
 from lowbit.models.layers import Linear, frozen_weights, project
 from lowbit.quant import spec as S
 from lowbit.quant.hadamard import rotate, unrotate
-from lowbit.quant.linear import LowbitLinear, check_shape, linear_products
+from lowbit.quant.linear import LowbitLinear, check_shape
+from lowbit.quant.linear_products import linear_products
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
 from lowbit.quant.policy import HIGH, Alignment, LinearPolicy, Operand, ProductPolicy, Signs
 from lowbit.quant.quantise import fake_quantise, quantise
