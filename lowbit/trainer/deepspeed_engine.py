@@ -78,6 +78,7 @@ class DeepSpeedEngine:
         self._zero: Any = self._ds.optimizer
         self.shards = self._lay_out()
         self._make_states()
+        self._watch_arrivals()
         if self.stage == 3:
             self._keep_whole(model.embedding.weight, model.head_weight)
 
@@ -140,6 +141,7 @@ class DeepSpeedEngine:
     def micro_step(self, objective: Objective, batch: Batch, scale: float, last: bool = True) -> ObjectiveOutput:
         """See `Engine.micro_step`."""
         self._hold_reduction(not last or self.stage == 0 or self._first_step or self._ragged)
+        self._micro_batches += self._first_step
         self._loss.work = lambda: objective(self.model, batch)
         loss = self._ds(scale * (self.world if self.stage == 3 else 1))
         self._ds.backward(loss, scale_wrt_gas=False)
@@ -159,7 +161,14 @@ class DeepSpeedEngine:
 
     def _reduce_held(self) -> None:
         """Reduce gradients that the backward passes left on the rank."""
-        self._check_gradients()
+        if self._first_step:
+            self._first_step = False
+            self._judge_arrivals()
+        if self._ragged:
+            for parameter in self._parameters.values():
+                if parameter.grad is None:
+                    shape = getattr(parameter, "ds_shape", parameter.shape)
+                    parameter.grad = torch.zeros(shape, dtype=parameter.dtype, device=self.device)
         self._hold_reduction(False)
         if self.stage == 0:
             self._ds.allreduce_gradients(self._bucket)
@@ -168,27 +177,39 @@ class DeepSpeedEngine:
         else:
             self._ds._flush_coalesced_reduction_zero12(self._zero)
 
-    def _check_gradients(self) -> None:
-        """Every parameter needs a gradient on every rank, or their buckets would not match: find out in the first step.
+    def _watch_arrivals(self) -> None:
+        """Count, in the first step, the micro-batches in which each parameter gets a gradient."""
+        self._arrivals = dict.fromkeys(self._parameters, 0.0)
+        self._micro_batches = 0.0
 
-        One that has a gradient on some ranks gets zeros on the others, in this step and all that follow. One that has
-        none anywhere stays as it is in one process, and ZeRO cannot do that.
+        def count(name: str) -> Callable[[Tensor], None]:
+            def arrived(parameter: Tensor) -> None:
+                self._arrivals[name] += 1
+
+            return arrived
+
+        self._arrival_hooks = [
+            parameter.register_post_accumulate_grad_hook(count(name))  # type: ignore[no-untyped-call]
+            for name, parameter in self._parameters.items()
+        ]
+
+    def _judge_arrivals(self) -> None:
+        """Ranks reduce gradients in buckets, which match only when every parameter has a gradient on every rank.
+
+        Where the first step shows that some have none in some micro-batches, every step fills up with zeros and
+        reduces after its backward passes. One that has none at all stays as it is in one process, and ZeRO would
+        still decay it.
         """
-        if self._first_step:
-            self._first_step = False
-            counts = self.ranks.sum([float(p.grad is not None) for p in self._parameters.values()])
-            for name, count in zip(self._parameters, counts, strict=True):
-                if count == 0:
-                    raise ConfigError(
-                        f"parameter {name} got no gradient on any rank: several processes would still decay it, one "
-                        "does not; take it out of the model or train it"
-                    )
-                self._ragged |= 0 < count < self.world
-        if self._ragged:
-            for parameter in self._parameters.values():
-                if parameter.grad is None:
-                    shape = getattr(parameter, "ds_shape", parameter.shape)
-                    parameter.grad = torch.zeros(shape, dtype=parameter.dtype, device=self.device)
+        for hook in self._arrival_hooks:
+            hook.remove()
+        *arrivals, micro_batches = self.ranks.sum([*self._arrivals.values(), self._micro_batches])
+        for name, count in zip(self._parameters, arrivals, strict=True):
+            if count == 0:
+                raise ConfigError(
+                    f"parameter {name} got no gradient on any rank: one process leaves it alone, but several would "
+                    "decay it; take it out of the model, or train it"
+                )
+        self._ragged = any(count != micro_batches for count in arrivals)
 
     def gradient_norm(self) -> Tensor:
         """See `Engine.gradient_norm`."""

@@ -1,0 +1,92 @@
+"""Start real processes as the ranks of a job, the way a launcher does but without its overhead, and collect them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).parent / "worker.py"
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Ended:
+    """How a rank ended."""
+
+    rank: int
+    code: int
+    out: str
+    err: str
+    seconds: float
+    """From the start of all ranks to this one's end."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """A launcher's variables for one rank."""
+    clean = {k: v for k, v in os.environ.items() if k not in VARIABLES and not k.startswith("TORCHELASTIC")}
+    values = (str(rank), str(world), str(rank), str(world), "127.0.0.1", str(port))
+    return clean | dict(zip(VARIABLES, values, strict=True)) | {"OMP_NUM_THREADS": "1"}
+
+
+def start(world: int, arguments: list[str], folder: Path) -> list[subprocess.Popen[str]]:
+    """Start `python ARGUMENTS` as each of `world` ranks in `folder`."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=environment(rank, world, port),
+            stdout=(folder / f"out{rank}").open("w"),
+            stderr=(folder / f"err{rank}").open("w"),
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def collect(processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 240) -> list[Ended]:
+    """Wait for all ranks; one that is still there after `timeout` seconds is killed, and its code is -9."""
+    begun = time.monotonic()
+    ended: dict[int, float] = {}
+    while len(ended) < len(processes):
+        for rank, process in enumerate(processes):
+            if rank not in ended and process.poll() is not None:
+                ended[rank] = time.monotonic() - begun
+        if time.monotonic() - begun > timeout:
+            for process in processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGKILL)
+        time.sleep(0.02)
+    return [
+        Ended(rank, p.returncode, (folder / f"out{rank}").read_text(), (folder / f"err{rank}").read_text(), ended[rank])
+        for rank, p in enumerate(processes)
+    ]
+
+
+def run(world: int, arguments: list[str], folder: Path, timeout: float = 240) -> list[Ended]:
+    """Start and collect."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return collect(start(world, arguments, folder), folder, timeout)
+
+
+def run_cases(world: int, cases: list[dict[str, Any]], folder: Path, backend: str = "gloo") -> Path:
+    """Have `worker.py` run the cases, one after the other, in one set of processes; the folder with its results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    ended = run(world, [str(WORKER), str(folder), backend], folder)
+    assert [e.code for e in ended] == [0] * world, "\n".join(f"rank {e.rank}:\n{e.err[-3000:]}" for e in ended)
+    return folder

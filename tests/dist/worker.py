@@ -1,0 +1,188 @@
+"""One rank of a distributed test: `worker.py FOLDER BACKEND` runs the cases in FOLDER/cases.json.
+
+A case trains a tiny model for a few steps on made-up micro-batches, with the engine that it names, and rank 0 writes
+what came out: FOLDER/NAME.json (loss and gradient norm of each step, notes) and FOLDER/NAME.safetensors (weights and
+optimizer states). The same function, `train`, runs in the test's own process with `LocalEngine`: that is the oracle.
+BACKEND is gloo (on the CPU) or nccl (each rank on its own GPU).
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from lowbit.configs.schema import (
+    BatchConfig,
+    CommConfig,
+    CommKind,
+    CompileMode,
+    EngineConfig,
+    EngineKind,
+    ModelConfig,
+    OptimConfig,
+    OptimizerKind,
+    Recompute,
+    RunConfig,
+    WeightsDtype,
+)
+from lowbit.data.batch import Batch
+from lowbit.models.transformer import Transformer
+from lowbit.trainer.distributed import ALONE, Ranks
+from lowbit.trainer.engine import Engine, LocalEngine
+from lowbit.trainer.launch import open_ranks
+from lowbit.trainer.objective import NextToken, Objective, ObjectiveOutput
+
+MODEL = ModelConfig(layers=2, width=32, heads=2, kv_heads=1, mlp_width=48, max_sequence=64)
+VOCAB = 257
+MICRO_BATCHES = 12
+"""In a step, over all ranks: 1, 2, 3 and 4 divide it."""
+
+
+def config_of(case: dict[str, Any]) -> RunConfig:
+    """The configuration a case asks for."""
+    return RunConfig(
+        device=case.get("device", "cpu"),
+        batch=BatchConfig(sequences=MICRO_BATCHES, micro_batch=1),
+        model=replace(MODEL, tied_head=case.get("tied", False)),
+        engine=EngineConfig(
+            kind=EngineKind.deepspeed,
+            compile=CompileMode(case.get("compile", "off")),
+            recompute=Recompute(case.get("recompute", "none")),
+            zero_stage=case.get("stage", 0),
+            bucket_mib=case.get("bucket_mib", 200),
+        ),
+        comm=CommConfig(
+            kind=CommKind(case.get("comm", "none")),
+            weights=WeightsDtype(case.get("weights", "auto")),
+            exact_below=case.get("exact_below", 65_536),
+        ),
+        optim=OptimConfig(kind=OptimizerKind(case.get("optimizer", "adamw"))),
+    )
+
+
+def build(config: RunConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The tiny model with its first weights."""
+    with torch.device("meta"):
+        model = Transformer(config.model, VOCAB, dtype)
+    model = model.to_empty(device=device)
+    model.init_weights(1)
+    return model
+
+
+def micro_batch(step: int, index: int) -> Batch:
+    """Made-up tokens. The number of valid targets differs, and every fifth micro-batch has none."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    tokens = torch.randint(0, VOCAB, (2, 17), generator=generator)
+    weights = (torch.rand(2, 16, generator=generator) > 0.3 * (index % 3)).float() * (index % 5 != 4)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), weights, None, int(weights.sum()))
+
+
+def train(engine: Engine, ranks: Ranks, steps: int, objective: Objective | None = None, first: int = 0) -> list[Any]:
+    """Loss and gradient norm of each step; the way the training loop goes about it, with clipping at half the norm."""
+    objective = objective or NextToken(1e-4)
+    share = MICRO_BATCHES // ranks.world
+    rows = []
+    for step in range(first, first + steps):
+        batches = [micro_batch(step, ranks.rank * share + i) for i in range(share)]
+        [valid] = ranks.sum([sum(b.valid_tokens for b in batches)])
+        nll = torch.zeros((), device=engine.device)
+        for index, batch in enumerate(batches):
+            nll += engine.micro_step(objective, batch.to(engine.device), 1 / valid, index == share - 1).nll_sum
+        norm = float(engine.gradient_norm())
+        [loss] = ranks.sum([float(nll)])
+        engine.step(0.5 + 0.1 * step, 0.5 / norm)
+        rows.append([loss / valid, norm])
+    return rows
+
+
+def tensors(engine: Engine) -> dict[str, torch.Tensor]:
+    """Weights and optimizer states, on rank 0."""
+    model = {f"model/{name}": t for name, t in engine.model_tensors().items()}
+    states = {f"optimizer/{name}": t for name, t in engine.optimizer_tensors().items()}
+    return {name: t.detach().cpu().clone() for name, t in (model | states).items()}
+
+
+def half_used(model: Transformer, batch: Batch) -> ObjectiveOutput:
+    """An objective that leaves the second block without gradients on micro-batches with an odd number of targets."""
+    if batch.valid_tokens % 2 == 0:
+        return NextToken(1e-4)(model, batch)
+    block = model.blocks[1]
+    block.forward, kept = (lambda x, *rest: x), block.forward  # type: ignore[method-assign]
+    try:
+        return NextToken(1e-4)(model, batch)
+    finally:
+        block.forward = kept  # type: ignore[method-assign]
+
+
+OBJECTIVES: dict[str, Callable[[Transformer, Batch], ObjectiveOutput]] = {
+    "next_token": NextToken(1e-4),
+    "half_used": half_used,
+}
+
+
+def local(case: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """The same case in one process, by `LocalEngine`."""
+    config = config_of(case)
+    engine = LocalEngine(
+        build(config, torch.device("cpu")), config.optim, replace(config.engine, kind=EngineKind.local)
+    )
+    if "load" in case:
+        load(engine, load_file(case["load"]))
+    objective = OBJECTIVES[case.get("objective", "next_token")]
+    rows = train(engine, ALONE, case.get("steps", 3), objective, case.get("first", 0))
+    return rows, tensors(engine)
+
+
+def load(engine: Engine, saved: dict[str, torch.Tensor]) -> None:
+    """Take over what `tensors` gave."""
+    parts = {
+        kind: {k.partition("/")[2]: t for k, t in saved.items() if k.startswith(kind)} for kind in ("model", "opt")
+    }
+    engine.load(parts["model"], parts["opt"])
+
+
+def run_case(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.device) -> None:
+    """Train as the case says and write what came out."""
+    from lowbit.trainer.deepspeed_engine import DeepSpeedEngine
+
+    config = config_of(case)
+    dtype = torch.bfloat16 if case.get("dtype") == "bf16" else torch.float32
+    engine = DeepSpeedEngine(build(config, device, dtype), config, ranks, device)
+    if "load" in case:
+        load(engine, load_file(case["load"]) if ranks.first else {})
+    objective = OBJECTIVES[case.get("objective", "next_token")]
+    rows = train(engine, ranks, case.get("steps", 3), objective, case.get("first", 0))
+    saved = tensors(engine)
+    prints = ranks.gather(fingerprint(engine))
+    if ranks.first:
+        (folder / f"{case['name']}.json").write_text(json.dumps({"rows": rows, "weights": prints}))
+        save_file(saved, folder / f"{case['name']}.safetensors")
+    engine.close()
+
+
+def fingerprint(engine: Engine) -> float:
+    """A number that differs when the weights that this rank computes with differ in any bit (ZeRO 0 to 2)."""
+    total = 0
+    for index, parameter in enumerate(engine.model.parameters()):
+        total += (index + 1) * int(parameter.detach().contiguous().view(torch.int32).sum(dtype=torch.int64))
+    return float(total % (1 << 50))
+
+
+def main() -> None:
+    """Run the cases one after the other."""
+    torch.set_num_threads(1)
+    folder, backend = Path(sys.argv[1]), sys.argv[2]
+    cases = json.loads((folder / "cases.json").read_text())
+    device = "cuda" if backend == "nccl" else "cpu"
+    with open_ranks(config_of({"device": device})) as (ranks, place):
+        for case in cases:
+            run_case(case | {"device": device}, folder, ranks, place)
+
+
+if __name__ == "__main__":
+    main()
