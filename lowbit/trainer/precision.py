@@ -26,7 +26,7 @@ from lowbit.quant.apply import (
     set_clock,
     set_stage,
 )
-from lowbit.quant.policy import ProductPolicy
+from lowbit.quant.policy import LinearPolicy, ProductPolicy
 from lowbit.quant.report import EMULATED, NATIVE, PolicyReport
 from lowbit.quant.stages import PrecisionPolicy, Stage, describe, resolve
 from lowbit.trainer.hardware import compute_dtype, device_name, fast_bf16
@@ -104,6 +104,7 @@ class RunPrecision:
         )
         self.active = (False,) * len(self.policy.switches)
         self._clocks = clocks(model)
+        self._allow_graphs()
         self._rehearsed = False
 
     @property
@@ -115,6 +116,22 @@ class RunPrecision:
     def lines(self) -> list[str]:
         """What the run's start prints."""
         return describe_precision(self.config, self.policy, self.report)
+
+    def _allow_graphs(self) -> None:
+        """Let the compiler make what the run needs of one block's code, with a gradient and without.
+
+        Dynamo gives up, or with `fullgraph` fails, after 8 graphs of a function: fewer than some switches need.
+        """
+        layers = candidates(self.model)
+        kinds: set[tuple[LinearPolicy, ...]] = set()
+        for phase in self.policy.phases():
+            blocks: dict[str, list[LinearPolicy]] = {}
+            for name, policy in assign(phase, layers).items():
+                blocks.setdefault(name.split(".")[1], []).append(policy)
+            kinds |= {tuple(policies) for policies in blocks.values()}
+        if len(kinds) > 1:
+            limit = 4 * len(kinds) + 4  # with and without gradient, without quantisation, and a shorter last batch
+            torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
 
     # In time --------------------------------------------------------------------------------------------------
 
