@@ -51,12 +51,13 @@ def is_finite(x: Tensor) -> Tensor:
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     """The correctly rounded FP32 quotient of FP32 numbers (at least one a tensor) on every backend."""
-    if isinstance(a, Tensor):
-        quotient = a.double() / (b.double() if isinstance(b, Tensor) else f32(b))
-    else:
-        assert isinstance(b, Tensor)
-        quotient = f32(a) / b.double()
-    return quotient.float()
+    # CUDA divides by a Python number as it multiplies by its rounded inverse, so that one becomes a tensor first.
+    # The fill that makes it does not wait for the device.
+    if not isinstance(b, Tensor):
+        assert isinstance(a, Tensor)
+        b = torch.full((), f32(b), dtype=torch.float64, device=a.device)
+    top = a.double() if isinstance(a, Tensor) else f32(a)
+    return (top / b.double()).float()
 
 
 def round_to_bf16(x: Tensor) -> Tensor:
