@@ -9,13 +9,15 @@ import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import yaml
 
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.strict import build
 from lowbit.errors import ConfigError
+
+Config = TypeVar("Config", bound=RunConfig)
 
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 
@@ -75,8 +77,13 @@ def save_config(config: RunConfig, path: Path) -> None:
     temporary.replace(path)
 
 
-def load_config(path: Path) -> RunConfig:
-    """Read a saved configuration. Keys that a later version added take their defaults; anything else wrong is an error.
+@overload
+def load_config(path: Path) -> RunConfig: ...
+@overload
+def load_config(path: Path, cls: type[Config]) -> Config: ...
+def load_config(path: Path, cls: type[RunConfig] = RunConfig) -> RunConfig:
+    """Read a saved configuration of a class. Keys that a later version added take their defaults; anything else wrong
+    is an error.
 
     Raises ConfigError: no such file, not YAML, an unknown key, a wrong type.
     """
@@ -87,6 +94,6 @@ def load_config(path: Path) -> RunConfig:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not a YAML file: {' '.join(str(error).split())}") from None
     try:
-        return build(RunConfig, tree)
+        return build(cls, tree)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -96,7 +96,8 @@ def round_weights(layout: Layout, weights: Tensor, u: Tensor) -> Tensor:
     if layout.estimator is Estimator.multinomial:
         return torch.round(weights * layout.targets).to(torch.int64)
     levels = layout.levels(weights.device).double()
-    above = ((torch.log(levels[0]) - torch.log(weights)) * LEVELS_A_NAT).floor().clamp_(0, ZERO - 1).to(torch.int64)
+    above = ((torch.log(levels[0]) - torch.log(weights)) * LEVELS_A_NAT).floor().clamp_(0, ZERO - 1)
+    above = above.nan_to_num(nan=0.0).to(torch.int64)  # of a NaN the maker of the cache complains
     high, low = levels[above], levels[above + 1]
     return above + (u * (high - low) >= weights - low)
 

@@ -1,12 +1,12 @@
 """What a run starts from, and a run opened for use: its checkpoint, tokenizer, model and data."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema import PrecisionConfig, RunConfig
 from lowbit.configs.stored import load_config
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.tokenizer import Tokenizer, load_tokenizer
@@ -31,8 +31,10 @@ class LoadedRun:
     step: int
 
 
-def load_run(run_dir: Path, checkpoint: str = "latest", device: str = "auto") -> LoadedRun:
-    """Open a run's checkpoint for generation or evaluation, in the precision it was trained in.
+def load_run(
+    run_dir: Path, checkpoint: str = "latest", device: str = "auto", precision: PrecisionConfig | None = None
+) -> LoadedRun:
+    """Open a run's checkpoint for generation or evaluation, in `precision`, or else in what it was trained in.
 
     Raises:
         CheckpointError: there is no run or no readable checkpoint.
@@ -40,12 +42,15 @@ def load_run(run_dir: Path, checkpoint: str = "latest", device: str = "auto") ->
     if not (run_dir / "config.yaml").is_file():
         raise CheckpointError(f"{run_dir} is not a run's folder: it has no config.yaml")
     config = load_config(run_dir / "config.yaml")
+    if precision is not None:
+        config = replace(config, precision=precision)
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, logger.warning)
     snapshot = store.load(checkpoint, weights_only=True)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     where = pick_device(device)
     model = build_model(config, tokenizer.vocab_size, compute_dtype(config.precision, where), where)
-    RunPrecision(config, model).resume(snapshot.meta.get("precision"), snapshot.step)
+    saved = snapshot.meta.get("precision") if precision is None else None
+    RunPrecision(config, model).resume(saved, snapshot.step)
     load_tensors({name: p.detach() for name, p in model.named_parameters()}, snapshot.model)
     return LoadedRun(run_dir, config, model, tokenizer, snapshot.step)
 

@@ -1,0 +1,274 @@
+"""Making a teacher's cache: the teacher reads the data once, and what `codec` keeps of it goes to the disk.
+
+The cached samples are the first of the data's own order under `cache.seed`. Shards are made one at a time and appear
+complete; any number of processes, started together or one after the other, share them: each takes the next shard whose
+lock (`flock`) is free, and the last to finish writes the manifest. All randomness is keyed by the sample, and batches
+never cross shards, so the bytes do not depend on how many processes there were or how often they were killed.
+
+    hidden = teacher(batch)            a chunk of logits = hidden @ head     a row's targets = estimator(chunk)
+"""
+
+import fcntl
+import json
+import logging
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import lowbit
+from lowbit.configs.schema import CacheConfig
+from lowbit.data.batch import Batch
+from lowbit.data.dataset import Dataset
+from lowbit.data.loader import Cursor, Loader
+from lowbit.data.storage import folder_lock, remove_leftovers
+from lowbit.distill.blocks import Distributions
+from lowbit.distill.codec import Layout, encode, pack
+from lowbit.distill.estimators import check_targets, sampler
+from lowbit.distill.noise import Noise, Places
+from lowbit.distill.shards import (
+    FORMAT,
+    MANIFEST,
+    Cache,
+    Shard,
+    check_hash,
+    check_size,
+    layout_of,
+    open_cache,
+    read_manifest,
+    record_name,
+    require_same,
+    shard_name,
+    shard_size,
+    token_checksums,
+    write_json,
+    write_shard,
+    write_stamp,
+)
+from lowbit.distill.teacher import Teacher
+from lowbit.errors import DataError, NonFiniteError
+from lowbit.models.lm_head import default_chunk, token_chunks
+
+logger = logging.getLogger("lowbit")
+
+_TOTALS = ("entropy", "named", "rest")
+
+
+class CacheMaker:
+    """One process's part in making a cache."""
+
+    def __init__(self, folder: Path, config: CacheConfig, tokens: int, teacher: Teacher, dataset: Dataset) -> None:
+        """`tokens`: positions wanted, rounded up to whole micro-batches.
+
+        Raises: ConfigError, DataError when teacher, data and settings do not fit each other.
+        """
+        self.folder, self.config, self.teacher, self.dataset = folder, config, teacher, dataset
+        vocab_size, length = dataset.tokenizer.vocab_size, dataset.sequence_length
+        teacher.require_tokenizer(dataset.tokenizer.digest, vocab_size)
+        check_targets(config.estimator, config.targets, vocab_size)
+        batch = config.micro_batch
+        self.samples = -(-tokens // (length * batch)) * batch
+        self.identity: dict[str, Any] = {
+            "teacher": teacher.description,
+            "tokenizer": dataset.tokenizer.digest,
+            "data": dataset.describe(),
+            "seed": config.seed,
+            "samples": self.samples,
+            "sequence_length": length,
+            "vocab_size": vocab_size,
+            "estimator": config.estimator.value,
+            "targets": config.targets,
+            "temperature": config.temperature,
+            "micro_batch": batch,
+            "shard_samples": max(1, round(config.shard_tokens / (length * batch))) * batch,
+        }
+        self.layout: Layout = layout_of(self.identity)
+        self._noise = Noise(config.seed, config.estimator.value)
+        self._sampler = sampler(config.estimator)
+        self._matrix = teacher.head_matrix()  # [padded_vocab, width]
+        self._device = self._matrix.device
+        self._loader = Loader(
+            dataset,
+            seed=config.seed,
+            sequences_at=lambda _: batch,
+            micro_batch=batch,
+            prefetch=2,
+            pin=self._device.type == "cuda",
+        )
+
+    @property
+    def shards(self) -> int:
+        return -(-self.samples // int(self.identity["shard_samples"]))
+
+    def make(self) -> Cache:
+        """Make what is missing, with whoever else does, and return the complete cache.
+
+        Raises: DataError when the folder holds another cache, or the disk is full; what is finished stays good.
+        """
+        complete = self._begin()
+        ours: set[int] = set()
+        while not complete:
+            self._make_missing(ours)
+            complete = self._finish(ours)
+        self._loader.close()
+        return open_cache(self.folder, report=logger.info)
+
+    # Shards -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> bool:
+        """Write what the cache will be, or check that it is what is there; True when it is complete already."""
+        with folder_lock(self.folder, logger.info):
+            if (self.folder / MANIFEST).is_file():
+                manifest = read_manifest(self.folder)
+                what = "holds another cache than configured (give another cache.path, or delete it)"
+                require_same(self.folder, manifest["identity"], self.identity, what)
+                return manifest["shards"] is not None
+            if any(self.folder.glob("[!.]*")):
+                raise DataError(f"{self.folder} holds something that is no teacher's cache: give another cache.path")
+            versions = {"lowbit": lowbit.__version__, "torch": torch.__version__, "python": platform.python_version()}
+            manifest = {"format": FORMAT, "identity": self.identity, "shards": None}
+            write_json(self.folder / MANIFEST, manifest | {"versions": versions, "teacher_path": self.teacher.source})
+            return False
+
+    def _make_missing(self, ours: set[int]) -> None:
+        """First every shard that is free, then, waiting for it, every one that another process has and may lose."""
+        for wait in (False, True):
+            for number in range(self.shards):
+                if self._record(number) is not None:
+                    continue
+                if read_manifest(self.folder)["shards"] is not None:  # another process has finished it all
+                    return
+                with _claimed(self.folder / f".{shard_name(number)}.lock", wait) as mine:
+                    if mine and self._record(number) is None:
+                        self._make_shard(number)
+                        ours.add(number)
+
+    def _record(self, number: int) -> Shard | None:
+        """The record of a shard that is there, in its size."""
+        try:
+            shard = Shard(**json.loads((self.folder / record_name(number)).read_text(encoding="utf-8")))
+            check_size(self.folder, shard)
+            return shard
+        except (OSError, ValueError, TypeError, DataError):
+            return None
+
+    def _make_shard(self, number: int) -> None:
+        first, samples = shard_size(self.samples, self.identity, number)
+        started = time.perf_counter()
+        self._loader.seek(Cursor(first, self.config.seed, self.dataset.fingerprint))
+        words: list[NDArray[np.uint32]] = []
+        sizes: list[Tensor] = []
+        sums: list[NDArray[np.uint32]] = []
+        totals = torch.zeros(len(_TOTALS), dtype=torch.float64)
+        for sample in range(first, first + samples, self.config.micro_batch):
+            [batch] = self._loader.next_step()
+            found, size, total = self.rows(batch, sample)
+            words.append(found.to(torch.int32).cpu().numpy().view(np.uint32))
+            sizes.append(size.cpu())
+            sums.append(token_checksums(batch))
+            totals += total.cpu()
+        self._loader.close()
+        length = self.dataset.sequence_length
+        name = shard_name(number)
+        size_bytes, sha256 = write_shard(
+            self.folder / name, words, torch.cat(sizes).numpy(), np.concatenate(sums), length
+        )
+        named = {key: round(value, 6) for key, value in zip(_TOTALS, totals.tolist(), strict=True)}
+        shard = Shard(name, first, samples, size_bytes, sha256, named)
+        write_json(self.folder / record_name(number), asdict(shard))
+        positions = samples * length
+        logger.info(
+            "shard %d of %d: %s positions, %.1f bytes each, %.0f positions a second",
+            number + 1,
+            self.shards,
+            f"{positions:,}",
+            size_bytes / positions,
+            positions / (time.perf_counter() - started),
+        )
+
+    def _finish(self, ours: set[int]) -> bool:
+        """Write the manifest once all shards are there and good; False when some have to be made again."""
+        with folder_lock(self.folder, logger.info):
+            manifest = read_manifest(self.folder)
+            if manifest["shards"] is not None:
+                return True
+            shards = []
+            for number in range(self.shards):
+                shard = self._record(number)
+                try:
+                    if shard is not None and number not in ours:
+                        check_hash(self.folder, shard)
+                except DataError as error:
+                    logger.warning("%s", error)
+                    shard = None
+                if shard is None:
+                    (self.folder / record_name(number)).unlink(missing_ok=True)
+                    return False
+                shards.append(asdict(shard))
+            write_json(self.folder / MANIFEST, manifest | {"shards": shards})
+            write_stamp(self.folder, [shard["file"] for shard in shards])
+            for pattern in ("shard-*.json", ".shard-*.lock"):
+                for path in self.folder.glob(pattern):
+                    path.unlink(missing_ok=True)
+            remove_leftovers(self.folder)
+            return True
+
+    # Rows -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rows(self, batch: Batch, sample: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Targets of a micro-batch (on the CPU) whose first global sample is `sample`.
+
+        Returns words int64 [W], words of each sample [B], and the sums that records keep [3], on the teacher's device.
+
+        Raises: DataError for a position without a next token; NonFiniteError where the teacher's logits are not finite.
+        """
+        missing = (batch.weights == 0).nonzero()
+        if len(missing):
+            row, position = missing[0].tolist()
+            raise DataError(f"sample {sample + row} has no token after position {position}: it cannot be distilled")
+        size, length = batch.tokens.shape
+        here = batch.to(self._device)
+        hidden = self.teacher.hidden(here)  # [B * T, width]
+        index = torch.arange(size * length, device=self._device)
+        places = Places(sample + index // length, index % length)
+        values, widths, lse = [], [], []
+        totals = torch.zeros(len(_TOTALS), dtype=torch.float64, device=self._device)
+        for chunk in token_chunks(size * length, default_chunk(self._device.type, len(self._matrix))):
+            logits = hidden[chunk] @ self._matrix.t()
+            p = Distributions(logits, self.layout.vocab_size, self.teacher.softcap, self.config.temperature)
+            kept = self._sampler(p, self.layout.targets, self._noise, places[chunk])
+            value, width = encode(self.layout, kept, p.entropy, self._noise, places[chunk])
+            values.append(value)
+            widths.append(width)
+            lse.append(p.lse)
+            totals += torch.stack([p.entropy.sum(), kept.named.double().sum(), kept.rest.sum()])
+        finite = torch.isfinite(torch.cat(lse))
+        if not bool(finite.all()):
+            bad = int((~finite).nonzero()[0])
+            raise NonFiniteError(
+                f"the teacher's logits are not finite at sample {sample + bad // length}, position {bad % length}: "
+                "the shards written so far are good; look at the teacher's precision and checkpoint"
+            )
+        words, sizes = pack(torch.cat(values), torch.cat(widths), size)
+        return words, sizes, totals
+
+
+@contextmanager
+def _claimed(path: Path, wait: bool) -> Iterator[bool]:
+    """Hold a lock file, which the kernel frees when its owner dies; False when another process has it."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True

@@ -1,0 +1,315 @@
+"""A teacher's cache on disk: a folder of shards with a manifest, in which any sample is found at once.
+
+    manifest.json            what the cache is (`identity`), and, once complete, each shard's samples, bytes and SHA-256
+    shard-00000.targets ...  targets of consecutive samples
+    shard-00000.json ...     the record of a finished shard while others are missing; in the manifest afterwards
+    stamps.json              size and modification time of each shard as last verified
+
+A shard is, little-endian: the magic b"LBKD0001"; uint32 samples S; uint32 positions a sample T; uint64 [S + 1], the
+word at which each sample begins (counted from the end of this header) and the end; uint32 [S], CRC-32 of each sample's
+T + 1 tokens as int32; padding to 8 bytes; then the samples, words of 32 bits (`codec`).
+
+Row t of a sample is the teacher's distribution of token t + 1 given tokens 0..t. The checksum covers tokens 0..T, so
+that rows joined to other text, or shifted by one, are an error and not a bad student.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lowbit.configs.schema import Estimator
+from lowbit.configs.stored import flatten
+from lowbit.data.batch import Batch
+from lowbit.data.storage import atomic_write, file_sha256
+from lowbit.distill.codec import Layout
+from lowbit.errors import DataError
+
+FORMAT = "lowbit.kdcache/1"
+MANIFEST, STAMPS = "manifest.json", "stamps.json"
+MAGIC = b"LBKD0001"
+_AGAIN = "delete the folder and run `lowbit distill cache` again, or give another cache.path"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the manifest remembers of a shard."""
+
+    file: str
+    first: int
+    """Its first sample."""
+    samples: int
+    bytes: int
+    sha256: str
+    totals: dict[str, float]
+    """Sums over its positions: entropy, named, rest."""
+
+
+def shard_name(number: int) -> str:
+    """File of a shard."""
+    return f"shard-{number:05d}.targets"
+
+
+def record_name(number: int) -> str:
+    """File of its record, until the cache is complete."""
+    return f"shard-{number:05d}.json"
+
+
+def shard_size(samples: int, identity: dict[str, Any], number: int) -> tuple[int, int]:
+    """(first sample, samples) of a shard of a cache of so many samples."""
+    size = int(identity["shard_samples"])
+    first = number * size
+    return first, min(size, samples - first)
+
+
+def token_checksums(batch: Batch) -> NDArray[np.uint32]:
+    """CRC-32 of each sequence of a batch on the CPU: its tokens and its last target, as int32. [B]"""
+    rows = torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1).to(torch.int32).numpy()
+    return np.array([zlib.crc32(row.astype("<i4").tobytes()) for row in rows], dtype="<u4")
+
+
+# Writing ------------------------------------------------------------------------------------------------------
+
+
+def write_shard(
+    path: Path, words: Sequence[NDArray[np.uint32]], sizes: NDArray[np.int64], sums: NDArray[np.uint32], length: int
+) -> tuple[int, str]:
+    """Write a shard atomically: samples' words in order, words of each sample [S], token checksums [S].
+
+    Returns its bytes and SHA-256. Raises DataError, one line, when it cannot be written.
+    """
+    header = MAGIC + np.array([len(sizes), length], "<u4").tobytes()
+    header += np.concatenate([[0], np.cumsum(sizes)]).astype("<u8").tobytes() + sums.astype("<u4").tobytes()
+    header += b"\0" * (-len(header) % 8)
+    digest, size = hashlib.sha256(), 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal size
+        for piece in (header, *(w.astype("<u4").tobytes() for w in words)):
+            digest.update(piece)
+            size += len(piece)
+            yield piece
+
+    write(path, pieces())
+    return size, digest.hexdigest()
+
+
+def write(path: Path, pieces: Iterable[bytes]) -> None:
+    """`atomic_write` whose errors name this command's setting."""
+    try:
+        atomic_write(path, pieces)
+    except DataError as error:
+        raise DataError(str(error).replace("data.cache_dir", "cache.path")) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The same value always becomes the same bytes."""
+    write(path, iter([(json.dumps(value, indent=1, sort_keys=True) + "\n").encode()]))
+
+
+def write_stamp(folder: Path, names: Sequence[str]) -> None:
+    """Remember files as they are: they were just written or verified."""
+    stamps = _read_stamps(folder)
+    for name in names:
+        stat = (folder / name).stat()
+        stamps[name] = [stat.st_size, stat.st_mtime_ns]
+    write_json(folder / STAMPS, stamps)
+
+
+# Manifest -----------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises DataError, one line, when it is missing, damaged or of another version."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder} holds no teacher's cache: {MANIFEST} is missing; make one with `lowbit distill cache`"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {' '.join(str(error).split())}; {_AGAIN}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(f"{path} is not of format {FORMAT}; {_AGAIN}")
+    try:
+        identity, shards = manifest["identity"], manifest["shards"]
+        for key in ("samples", "sequence_length", "targets", "vocab_size", "shard_samples", "seed", "micro_batch"):
+            int(identity[key])
+        Estimator(identity["estimator"])
+        float(identity["temperature"])
+        flatten(identity["data"])
+        flatten(identity["teacher"])
+        for shard in shards or ():
+            Shard(**shard)
+            int(shard["first"]) + int(shard["samples"]) + int(shard["bytes"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} was edited or damaged: {type(error).__name__} {error}; {_AGAIN}") from error
+    return manifest
+
+
+def differing(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """`field: value there, value here` for each field that differs; nested fields are dotted."""
+    was, now = (flatten(json.loads(json.dumps(side))) for side in (saved, wanted))
+    return [
+        f"{key}: {_show(was, key)} there, {_show(now, key)} here"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key, _show) != now.get(key, _show)
+    ]
+
+
+def _show(values: dict[str, Any], key: str) -> str:
+    text = json.dumps(values[key]) if key in values else "absent"
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def require_same(folder: Path, saved: dict[str, Any], wanted: dict[str, Any], what: str) -> None:
+    """Raises DataError that names the differing fields of a cache; `what` begins the sentence about them."""
+    found = differing(saved, wanted)
+    if found:
+        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+        raise DataError(f"{folder} {what}: {'; '.join(found[:4])}{more}")
+
+
+# Reading ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Stored bits of some samples."""
+
+    words: Tensor
+    """int32 [W]."""
+    starts: Tensor
+    """int64 [B]: first word of each sample."""
+    checksums: NDArray[np.uint32]
+    """[B]"""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    index: NDArray[np.uint64]
+    checksums: NDArray[np.uint32]
+    words: NDArray[np.uint32]
+
+
+class Cache:
+    """A complete cache, memory-mapped: reading a sample touches its bytes alone."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.identity: dict[str, Any] = manifest["identity"]
+        self.shards = [Shard(**shard) for shard in manifest["shards"]]
+        self.samples = int(self.identity["samples"])
+        self.length = int(self.identity["sequence_length"])
+        self.layout = layout_of(self.identity)
+        # A map keeps a file descriptor, and a process may have about a thousand: the least recently used ones go.
+        self._open = lru_cache(maxsize=128)(self._open_shard)
+
+    @property
+    def bytes(self) -> int:
+        """Of all shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    def read(self, samples: NDArray[np.int64]) -> Packed:
+        """The bits of samples [B], each in 0..samples-1, in any order."""
+        size = int(self.identity["shard_samples"])
+        pieces, sums, starts, at = [], [], [], 0
+        for sample in samples.tolist():
+            opened = self._open(sample // size)
+            place = sample % size
+            begin, end = int(opened.index[place]), int(opened.index[place + 1])
+            pieces.append(opened.words[begin:end])
+            sums.append(opened.checksums[place])
+            starts.append(at)
+            at += end - begin
+        words = torch.from_numpy(np.concatenate(pieces).view(np.int32))
+        return Packed(words, torch.tensor(starts), np.array(sums, dtype=np.uint32))
+
+    def _open_shard(self, number: int) -> _Opened:
+        shard = self.shards[number]
+        path = self.folder / shard.file
+        data = np.memmap(path, dtype=np.uint8, mode="r")
+        samples, length = np.frombuffer(data, "<u4", 2, 8).tolist()
+        head = 16 + 8 * (samples + 1) + 4 * samples
+        head += -head % 8
+        index = np.frombuffer(data, "<u8", samples + 1, 16)
+        wrong = data[:8].tobytes() != MAGIC or samples != shard.samples or length != self.length
+        if wrong or head + 4 * int(index[-1]) != len(data) or (np.diff(index.astype(np.int64)) < 0).any():
+            raise DataError(f"{path} is damaged: its index does not fit; {_AGAIN}")
+        return _Opened(index, np.frombuffer(data, "<u4", samples, 16 + 8 * (samples + 1)), data[head:].view("<u4"))
+
+
+def layout_of(identity: dict[str, Any]) -> Layout:
+    """The bits' meaning in a cache of this identity."""
+    return Layout(Estimator(identity["estimator"]), int(identity["targets"]), int(identity["vocab_size"]))
+
+
+def open_cache(folder: Path, *, verify: bool = False, report: Callable[[str], None] = lambda _: None) -> Cache:
+    """Open a complete cache. Files whose time changed since they were written or verified, or all with `verify`, are
+    read once and must match their SHA-256: this accepts a copied shard and finds an edited one.
+
+    Raises: DataError, one line, when the cache is unfinished, or a shard is missing, truncated or edited.
+    """
+    manifest = read_manifest(folder)
+    if manifest["shards"] is None:
+        done = len(list(folder.glob("shard-*.json")))
+        wanted = -(-int(manifest["identity"]["samples"]) // int(manifest["identity"]["shard_samples"]))
+        raise DataError(
+            f"{folder} is not finished: {done} of {wanted} shards are there; run the same `lowbit distill cache` "
+            "again, which goes on from them"
+        )
+    cache = Cache(folder, manifest)
+    if sum(shard.samples for shard in cache.shards) != cache.samples:
+        raise DataError(f"{folder / MANIFEST} was edited: its shards do not hold {cache.samples} samples; {_AGAIN}")
+    stamps = _read_stamps(folder)
+    fresh = []
+    for shard in cache.shards:
+        if not verify and check_size(folder, shard) == stamps.get(shard.file):
+            continue
+        report(f"verifying {folder / shard.file}")
+        check_hash(folder, shard)
+        fresh.append(shard.file)
+    if fresh:
+        try:
+            write_stamp(folder, fresh)
+        except DataError:  # a read-only folder: verified again next time
+            report(f"cannot write {folder / STAMPS}: shards will be verified again next time")
+    return cache
+
+
+def check_size(folder: Path, shard: Shard) -> list[int]:
+    """The shard's stamp. Raises DataError when it is missing or of another size."""
+    path = folder / shard.file
+    try:
+        stat = path.stat()
+    except OSError:
+        raise DataError(f"{path} is missing; {_AGAIN}") from None
+    if stat.st_size != shard.bytes:
+        raise DataError(f"{path} is truncated or was changed: {stat.st_size} bytes, not {shard.bytes}; {_AGAIN}")
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def check_hash(folder: Path, shard: Shard) -> None:
+    """Read a shard. Raises DataError when it is not the one that was written."""
+    check_size(folder, shard)
+    if file_sha256(folder / shard.file) != shard.sha256:
+        raise DataError(f"{folder / shard.file} was edited or damaged: its SHA-256 is not the manifest's; {_AGAIN}")
+
+
+def _read_stamps(folder: Path) -> dict[str, list[int]]:
+    try:
+        stamps = json.loads((folder / STAMPS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamps if isinstance(stamps, dict) else {}

@@ -1,0 +1,320 @@
+"""The cache: what it holds, killed and resumed, made by several, damaged, and of something else."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit.configs.schema import DistillConfig, Estimator
+from lowbit.configs.stored import save_config
+from lowbit.data.batch import Batch
+from lowbit.data.dataset import Dataset
+from lowbit.data.loader import SampleOrder
+from lowbit.distill import shards
+from lowbit.distill.codec import decode
+from lowbit.distill.making import CacheMaker
+from lowbit.distill.shards import MANIFEST, STAMPS, Cache, open_cache, read_manifest, token_checksums
+from lowbit.distill.teacher import Teacher
+from lowbit.errors import ConfigError, DataError, NonFiniteError
+
+Make = Callable[..., CacheMaker]
+HELPER = Path(__file__).parent / "make_cache.py"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file's bytes but the times of verification."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != STAMPS}
+
+
+def batch_of(dataset: Dataset, samples: list[int], seed: int = 1) -> Batch:
+    return dataset.training_batch(*SampleOrder(dataset, seed).locate(np.array(samples, dtype=np.int64)))
+
+
+def process(config: DistillConfig, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    stored = folder.parent / f"{folder.name}.yaml"
+    save_config(replace(config, cache=replace(config.cache, path=str(folder))), stored)
+    return subprocess.Popen([sys.executable, str(HELPER), str(stored), *arguments], stderr=subprocess.PIPE)
+
+
+def test_rows_are_the_teachers_distribution_of_the_next_token(
+    maker: Make, teacher: Teacher, dataset: Dataset, tmp_path: Path
+) -> None:
+    """Exact entries and entropies against the teacher's own FP64 softmax, in any order; row t is for token t + 1."""
+    cache = maker(tmp_path / "c", targets=24).make()
+    assert (cache.samples, cache.length, len(cache.shards)) == (16, 32, 4)
+    order = np.array([13, 2, 2, 9])
+    packed = cache.read(order)
+    got = decode(cache.layout, packed.words, packed.starts, cache.length)
+    batch = batch_of(dataset, order.tolist())
+    assert np.array_equal(packed.checksums, token_checksums(batch))
+    logits = (teacher.hidden(batch) @ teacher.model.head_weight.t())[:, : teacher.model.vocab_size].double()
+    p = torch.softmax(logits, dim=1).view(4, 32, -1)
+    entropy = -(p * p.log()).sum(dim=2)
+    assert (got.entropy - entropy).abs().max() <= 1 / 256 + 1e-6
+    torch.testing.assert_close(got.weights.sum(dim=2), torch.ones(4, 32))
+    likeliest = p.argmax(dim=2, keepdim=True)
+    stored = (got.weights * (got.ids == likeliest)).sum(dim=2)
+    peaked = p.amax(dim=2) > 0.3
+    assert int(peaked.sum()) > 10
+    assert (stored[peaked] / p.amax(dim=2)[peaked] - 1).abs().max() < 0.07
+    # The rows belong to the tokens that follow: shifted by one they would fit the text much worse.
+    q = torch.zeros_like(p).scatter_add_(2, got.ids, got.weights.double())
+    right = q.gather(2, batch.targets[:, :, None]).mean()
+    shifted = q[:, 1:].gather(2, batch.targets[:, :-1, None]).mean()
+    same = q.gather(2, batch.tokens[:, :, None]).mean()
+    assert right > 2 * shifted and right > 2 * same
+    assert torch.equal(got.ids[1], got.ids[2])
+
+
+def test_documents_are_kept_apart(maker: Make, dataset: Dataset, tmp_path: Path) -> None:
+    """A row after a separator does not depend on the document before it."""
+    m = maker(tmp_path / "c")
+    eot = dataset.tokenizer.eot_id
+    batch = next(b for i in range(16) if bool(((b := batch_of(dataset, [i, i + 1])).tokens[:, 8:24] == eot).any()))
+    assert batch.visibility is not None
+    row = int((batch.tokens[:, 8:24] == eot).any(dim=1).nonzero()[0])
+    start = int((batch.tokens[row, 1:] == eot).nonzero()[0]) + 1
+    other = batch.tokens.clone()
+    other[row, :start] = (other[row, :start] + 1) % 200
+    changed = Batch(other, batch.targets, batch.weights, batch.visibility, batch.valid_tokens)
+
+    def ids(b: Batch) -> torch.Tensor:
+        words, sizes, _ = m.rows(b, 0)
+        return decode(m.layout, words.to(torch.int32), sizes.cumsum(0) - sizes, 32).ids[row]
+
+    first, second = ids(batch), ids(changed)
+    assert torch.equal(first[start:], second[start:]) and not torch.equal(first[:start], second[:start])
+
+
+@pytest.mark.parametrize("estimator", Estimator)
+def test_every_estimator_makes_a_cache(maker: Make, estimator: Estimator, tmp_path: Path) -> None:
+    m = maker(tmp_path / "c", estimator=estimator, temperature=1.5)
+    cache = m.make()
+    assert cache.identity["estimator"] == estimator.value and cache.identity["temperature"] == 1.5
+    packed = cache.read(np.arange(16))
+    got = decode(cache.layout, packed.words, packed.starts, 32)
+    assert int(got.ids.max()) < 257 and torch.isfinite(got.weights).all() and float(got.entropy.min()) > 0
+    if estimator is not Estimator.gumbel:
+        assert float(got.weights.sum(dim=2).max()) < 1 + 1e-5
+
+
+def test_made_twice_the_bytes_are_the_same_and_another_seed_draws_anew(maker: Make, tmp_path: Path) -> None:
+    maker(tmp_path / "a").make()
+    maker(tmp_path / "b").make()
+    maker(tmp_path / "c", seed=2).make()
+    a, b, c = (contents(tmp_path / name) for name in "abc")
+    assert a == b and a.keys() == c.keys() == {MANIFEST, *(f"shard-{i:05d}.targets" for i in range(4))}
+    assert a["shard-00000.targets"] != c["shard-00000.targets"]
+
+
+@pytest.mark.dist
+def test_killed_and_resumed_the_result_is_byte_identical(
+    distillation: DistillConfig, maker: Make, tmp_path: Path
+) -> None:
+    """kill -9 while the third shard is half written; then again before the last; then to the end."""
+    maker(tmp_path / "whole").make()
+    folder = tmp_path / "killed"
+    for shards_done in (2, 3):
+        one = process(distillation, folder, str(shards_done - (2 if shards_done == 3 else 0)))
+        assert one.wait() == -signal.SIGKILL
+        assert len(list(folder.glob("shard-*.targets"))) == shards_done
+        with pytest.raises(DataError, match=f"is not finished: {shards_done} of 4 shards are there; run the same"):
+            open_cache(folder)
+    first = (folder / "shard-00000.targets").stat().st_mtime_ns
+    maker(folder).make()
+    assert (folder / "shard-00000.targets").stat().st_mtime_ns == first, "what was there is kept"
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_four_processes_make_the_same_bytes_as_one(distillation: DistillConfig, maker: Make, tmp_path: Path) -> None:
+    maker(tmp_path / "one", tokens=2048).make()
+    config = replace(distillation, cache=replace(distillation.cache, tokens=2048))
+    folder = tmp_path / "four"
+    together = [process(config, folder) for _ in range(3)] + [process(config, folder, "1")]
+    codes = [p.wait() for p in together]
+    assert codes[:3] == [0, 0, 0] and codes[3] in (0, -signal.SIGKILL), [p.stderr and p.stderr.read() for p in together]
+    assert contents(folder) == contents(tmp_path / "one")
+    open_cache(folder, verify=True)
+
+
+def test_a_shard_edited_between_two_runs_is_made_again(
+    distillation: DistillConfig, maker: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker(tmp_path / "whole").make()
+    folder = tmp_path / "c"
+    process(distillation, folder, "2").wait()
+    path = folder / "shard-00001.targets"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    maker(folder).make()
+    assert "shard-00001.targets was edited or damaged" in caplog.text
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_is_one_line_and_spoils_nothing(
+    maker: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker(tmp_path / "whole").make()
+    folder, write, count = tmp_path / "c", shards.atomic_write, 0
+
+    def full(path: Path, pieces: object) -> None:
+        nonlocal count
+        count += path.suffix == ".targets"
+        if count == 3:
+            raise DataError(f"disk full while writing {path}; set data.cache_dir to a larger disk")
+        write(path, pieces)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shards, "atomic_write", full)
+    with pytest.raises(DataError, match=r"disk full .*shard-00002.targets; set cache.path to a larger disk"):
+        maker(folder).make()
+    monkeypatch.undo()
+    assert maker(folder).make().samples == 16 and contents(folder) == contents(tmp_path / "whole")
+
+
+# Damage -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(maker: Make, tmp_path: Path) -> Path:
+    maker(tmp_path / "cache").make()
+    return tmp_path / "cache"
+
+
+def edit(folder: Path, change: Callable[[dict], None]) -> None:  # type: ignore[type-arg]
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_damage_is_found(made: Path) -> None:
+    shard = made / "shard-00002.targets"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-4])
+    with pytest.raises(DataError, match=r"shard-00002.targets is truncated or was changed: \d+ bytes, not \d+; delete"):
+        open_cache(made)
+    middle = len(whole) // 2
+    shard.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(DataError, match=r"shard-00002.targets was edited or damaged: its SHA-256"):
+        open_cache(made)
+    shard.unlink()
+    with pytest.raises(DataError, match=r"shard-00002.targets is missing"):
+        open_cache(made)
+    shard.write_bytes(whole)  # copied back: another time, verified once
+    said: list[str] = []
+    open_cache(made, report=said.append)
+    assert len(said) == 1 and "verifying" in said[0]
+    open_cache(made, report=said.append)
+    assert len(said) == 1
+    open_cache(made, verify=True, report=said.append)
+    assert len(said) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(format="x"), "is not of format lowbit.kdcache/1"),
+        (lambda m: m.pop("identity"), "was edited or damaged: KeyError 'identity'"),
+        (lambda m: m["identity"].update(estimator="magic"), "was edited or damaged: ValueError 'magic'"),
+        (lambda m: m["identity"].update(samples="many"), "was edited or damaged: ValueError"),
+        (lambda m: m["shards"].pop(), "its shards do not hold 16 samples"),
+        (lambda m: m["shards"][0].pop("sha256"), "was edited or damaged: TypeError"),
+        (lambda m: m["identity"].update(sequence_length=64), "is damaged: its index does not fit"),
+    ],
+)
+def test_an_edited_manifest_is_one_line(made: Path, change: Callable[[dict], None], message: str) -> None:  # type: ignore[type-arg]
+    edit(made, change)
+    with pytest.raises(DataError, match=message) as caught:
+        open_cache(made).read(np.array([0]))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_cache_there(tmp_path: Path, maker: Make) -> None:
+    with pytest.raises(DataError, match=r"holds no teacher's cache: manifest.json is missing; make one with"):
+        open_cache(tmp_path / "nothing")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(DataError, match=r"holds something that is no teacher's cache: give another cache.path"):
+        maker(tmp_path / "other").make()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / MANIFEST).write_text("{")
+    with pytest.raises(DataError, match="cannot read"):
+        maker(tmp_path / "broken").make()
+
+
+def test_a_cache_of_something_else_is_refused_naming_the_field(made: Path, maker: Make) -> None:
+    for settings, message in (
+        ({"targets": 9}, "holds another cache than configured .*: targets: 8 there, 9 here"),
+        ({"temperature": 2.0}, "temperature: 1.0 there, 2.0 here"),
+        ({"estimator": Estimator.gumbel}, 'estimator: "varopt" there, "gumbel" here'),
+        ({"tokens": 1024}, "samples: 16 there, 32 here"),
+        ({"seed": 5}, "seed: 1 there, 5 here"),
+    ):
+        with pytest.raises(DataError, match=message):
+            maker(made, **settings).make()
+    m = maker(made)
+    m.identity["teacher"] = m.identity["teacher"] | {"digest": "f" * 64}
+    with pytest.raises(DataError, match=r"teacher.digest: \"\w+... there, \"f+... here"):
+        m.make()
+    m = maker(made)
+    m.identity["data"] = m.identity["data"] | {"document_mask": False}
+    with pytest.raises(DataError, match=r"data.document_mask: true there, false here"):
+        m.make()
+    assert maker(made).make().samples == 16, "the same again is the cache as it is"
+
+
+# Bad input ----------------------------------------------------------------------------------------------------
+
+
+def test_logits_that_are_not_finite(maker: Make, teacher: Teacher, dataset: Dataset, tmp_path: Path) -> None:
+    batch = batch_of(dataset, [4, 5])
+    with torch.no_grad():
+        teacher.model.embedding.weight[batch.tokens[1, 7]] = float("nan")
+    # (Attention spreads it over the sample: 0 * NaN is NaN.)
+    sample = 4 + int((batch.tokens == batch.tokens[1, 7]).any(dim=1).nonzero()[0])
+    with pytest.raises(NonFiniteError, match=rf"logits are not finite at sample {sample}, position \d+: the shards"):
+        maker(tmp_path / "c").rows(batch, 4)
+
+
+def test_a_position_without_a_next_token(maker: Make, dataset: Dataset, tmp_path: Path) -> None:
+    batch = batch_of(dataset, [4, 5])
+    batch.weights[1, -1] = 0.0
+    with pytest.raises(DataError, match="sample 5 has no token after position 31"):
+        maker(tmp_path / "c").rows(batch, 4)
+
+
+def test_teacher_and_data_must_fit(maker: Make, teacher: Teacher, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cache.targets=257: cache.estimator=varopt keeps 1 to 255"):
+        maker(tmp_path / "c", targets=257)
+    with pytest.raises(DataError, match=r"tokenizer: the teacher .* has \w{12}, the data abc; .*data.tokenizer.path"):
+        teacher.require_tokenizer("abc", 257)
+    with pytest.raises(DataError, match=r"vocab_size: the teacher .* knows 257 tokens, the data 300"):
+        teacher.require_tokenizer(teacher.tokenizer, 300)
+
+
+def test_padding_rows_of_the_teacher_have_no_probability(maker: Make, teacher: Teacher, tmp_path: Path) -> None:
+    """The head has rows beyond the tokenizer's vocabulary, whatever is in them."""
+    assert teacher.model.padded_vocab > 257
+    cache = maker(tmp_path / "a").make()
+    with torch.no_grad():
+        teacher.model.head_weight[257:] = 100.0
+    again = maker(tmp_path / "b").make()
+    assert cache.manifest["shards"] == again.manifest["shards"]
+
+
+def test_reading_is_by_sample_and_does_not_load_the_rest(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = open_cache(made)
+    opened: list[int] = []
+    real = cache._open_shard
+    monkeypatch.setattr(cache, "_open", lambda number: (opened.append(number), real(number))[1])
+    cache.read(np.array([15, 14, 3]))
+    assert opened == [3, 3, 0]
+    assert isinstance(real(0).words.base, np.memmap) or isinstance(real(0).words, np.memmap)
+    assert isinstance(cache, Cache) and read_manifest(made)["shards"] is not None
