@@ -38,6 +38,9 @@ class Device:
     capability: str
     """Compute capability of a GPU; "" for a CPU."""
     formats: dict[str, str]
+    """What the hardware multiplies."""
+    precisions: dict[str, str]
+    """How lowbit computes each precision preset there."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ def report(found: Diagnosis) -> list[str]:
     for device in found.devices:
         what = f", compute capability {device.capability}" if device.capability else ""
         lines.append(f"{device.name}: {device.memory_gib:.1f} GiB{what}")
-        lines.append("  " + ", ".join(f"{name} {how}" for name, how in device.formats.items()))
+        lines.append("  hardware: " + ", ".join(f"{name} {how}" for name, how in device.formats.items()))
+        for how in dict.fromkeys(device.precisions.values()):
+            names = [name for name, found in device.precisions.items() if found == how]
+            lines.append(f"  lowbit, {how}: {', '.join(names)}")
     lines += [f"missing: {what}: {command}" for what, command in found.missing.items()]
     return lines if found.missing else [*lines, "nothing is missing"]
 
@@ -158,19 +164,27 @@ def _cpu() -> Device:
     import torch
 
     from lowbit.trainer.hardware import device_name, fast_bf16
+    from lowbit.trainer.precision import native_precisions
 
     cpu = torch.device("cpu")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     formats = dict.fromkeys(TENSOR_CORES, "emulated") | {"bf16": "native" if fast_bf16(cpu) else "emulated (slow)"}
-    return Device(f"{device_name(cpu)}, {os.cpu_count()} cores", memory / 2**30, "", formats)
+    name = f"{device_name(cpu)}, {os.cpu_count()} cores"
+    return Device(name, memory / 2**30, "", formats, native_precisions(cpu))
 
 
 def _gpu(index: int) -> Device:
     import torch
 
+    from lowbit.trainer.precision import native_precisions
+
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     name = f"cuda:{index} {properties.name}"
     return Device(
-        name, properties.total_memory / 2**30, f"{capability[0]}.{capability[1]}", capability_formats(capability)
+        name,
+        properties.total_memory / 2**30,
+        f"{capability[0]}.{capability[1]}",
+        capability_formats(capability),
+        native_precisions(torch.device("cuda", index)),
     )

@@ -30,12 +30,13 @@ def plan(
     from lowbit.trainer.precision import plan_precision
 
     config = read(overrides)
+    precision = plan_precision(config, None if memory_gb is not None else pick_device(config.device))
     device, memory_bytes, compute_bytes = _device(config, memory_gb)
     vocab_size = _vocab_size(config)
     made = make_plan(config, vocab_size, compute_bytes=compute_bytes, memory_bytes=memory_bytes)
     dtype = "bf16" if compute_bytes == 2 else "fp32"
-    print("\n".join(describe(config, made, vocab_size, f"{device}, {memory_bytes / GIB:.1f} GiB, {dtype}")))
-    print("\n".join(plan_precision(config, None if memory_gb is not None else pick_device(config.device))))
+    lines = describe(config, made, vocab_size, f"{device}, {memory_bytes / GIB:.1f} GiB, {dtype}")
+    print("\n".join([*lines, *precision]))
 
 
 def describe(config: "RunConfig", made: "Plan", vocab_size: int, device: str) -> list[str]:

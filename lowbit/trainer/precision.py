@@ -27,6 +27,7 @@ from lowbit.quant.apply import (
     set_stage,
 )
 from lowbit.quant.policy import LinearPolicy, ProductPolicy
+from lowbit.quant.presets import PRESETS
 from lowbit.quant.report import EMULATED, NATIVE, PolicyReport
 from lowbit.quant.stages import PrecisionPolicy, Stage, describe, resolve
 from lowbit.trainer.hardware import compute_dtype, device_name, fast_bf16
@@ -55,6 +56,16 @@ def plan_precision(config: RunConfig, device: torch.device | None = None) -> lis
     runs = _runs(dtype, device)
     report = report_policy(_on_meta(config, dtype), policy, dtype=_word(dtype), device=name, runs=runs)
     return describe_precision(config, policy, report)
+
+
+def native_precisions(device: torch.device) -> dict[str, str]:
+    """Of each preset whether this device multiplies all of its formats natively, or what is emulated of it."""
+    runs = _runs(torch.bfloat16, device)
+    found = {}
+    for name, policy in PRESETS.items():
+        ways = {runs(product) for product in (policy.fprop, policy.dgrad, policy.wgrad) if product.quantised}
+        found[name] = " and ".join(sorted(ways or {runs(policy.fprop)}, reverse=True))
+    return found
 
 
 def _on_meta(config: RunConfig, dtype: torch.dtype) -> Transformer:

@@ -12,6 +12,7 @@ from processes import together
 import lowbit
 from lowbit.cli.doctor import _missing, capability_formats, diagnose, report
 from lowbit.cli.main import run
+from lowbit.quant.presets import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,8 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["cuda"] == torch.version.cuda
     assert len(found["devices"]) == 1 + torch.cuda.device_count()
     assert found["devices"][0]["memory_gib"] > 0.5 and found["devices"][0]["formats"]["nvfp4"] == "emulated"
+    precisions = found["devices"][0]["precisions"]
+    assert precisions["nvfp4"] == precisions["fp8_w8a16"] == "emulated" and set(precisions) == set(PRESETS)
     assert run(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines() == report(diagnose())
 
