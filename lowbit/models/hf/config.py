@@ -1,0 +1,284 @@
+"""`config.json` of a Hugging Face folder to `ModelConfig` and back.
+
+Every key that changes what a model computes is either understood or refused by name. Two spellings of the rotary
+settings exist: `rope_theta` and `rope_scaling` (transformers 4), and `rope_parameters` (5). Both are read; written is
+the older one, which both versions read.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from lowbit.configs.schema import MlpKind, ModelConfig, NormPlacement, QkNormScope, RopeConfig, RopeScaling
+from lowbit.errors import CheckpointError
+from lowbit.models.cost import head_dim_of
+
+CONFIG = "config.json"
+
+
+class Family(StrEnum):
+    """Architectures that we read and write, by their `model_type`."""
+
+    llama = "llama"
+    qwen3 = "qwen3"
+    olmo2 = "olmo2"
+    mixtral = "mixtral"
+    qwen3_moe = "qwen3_moe"
+
+
+ARCHITECTURES = {
+    Family.llama: "LlamaForCausalLM",
+    Family.qwen3: "Qwen3ForCausalLM",
+    Family.olmo2: "Olmo2ForCausalLM",
+    Family.mixtral: "MixtralForCausalLM",
+    Family.qwen3_moe: "Qwen3MoeForCausalLM",
+}
+_EPS = {Family.olmo2: 1e-5, Family.mixtral: 1e-5}
+_THETA = {Family.mixtral: 1e6}
+_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+}
+"""The settings of each kind of rotary scaling."""
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """What a `config.json` says."""
+
+    family: Family
+    model: ModelConfig
+    vocab_size: int
+    """Rows of the embedding and the head: at least the tokens of the tokenizer."""
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether a folder is a Hugging Face model and not a run of ours."""
+    return (path / CONFIG).is_file() and not (path / "config.yaml").is_file()
+
+
+def read_config(folder: Path) -> HfConfig:
+    """The model that a folder's `config.json` describes.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, names an architecture that we do not have, or asks for
+            something that our models do not do.
+    """
+    path = folder / CONFIG
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is not a Hugging Face model: config.json cannot be read ({error.strerror})"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return _Reader(path, raw).read()
+
+
+class _Reader:
+    """Reads one `config.json`, naming the key of whatever is wrong."""
+
+    def __init__(self, path: Path, raw: Mapping[str, Any]) -> None:
+        self.path, self.raw = path, raw
+        kind = raw.get("model_type")
+        if kind not in set(Family):
+            known = ", ".join(Family)
+            raise self.wrong("model_type", f"is not an architecture that lowbit has ({known})")
+        self.family = Family(kind)
+
+    def wrong(self, key: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key}={json.dumps(self.raw.get(key))} {why}")
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.wrong(key, "must be a number")
+        return value
+
+    def must_be(self, key: str, wanted: Any, why: str) -> None:
+        if self.raw.get(key) not in (None, wanted):
+            raise self.wrong(key, why)
+
+    def read(self) -> HfConfig:
+        self.must_be("hidden_act", "silu", "is not supported: only silu (SwiGLU) networks are")
+        for key in ("attention_bias", "mlp_bias"):
+            self.must_be(key, False, "is not supported: our layers have no biases")
+        if self.raw.get("quantization_config") is not None:
+            kind = self.raw["quantization_config"].get("quant_method", "?")
+            raise CheckpointError(
+                f"{self.path}: the weights are quantised ({kind}): import the original in BF16 or FP32"
+            )
+        heads = self.number("num_attention_heads")
+        model = ModelConfig(
+            name=str(self.path.parent.resolve().name),
+            layers=self.number("num_hidden_layers"),
+            width=self.number("hidden_size"),
+            heads=heads,
+            kv_heads=self.number("num_key_value_heads", heads),
+            head_dim=self.head_dim(heads),
+            mlp=MlpKind.swiglu,
+            mlp_width=self.number("intermediate_size"),
+            qk_norm=self.family in (Family.qwen3, Family.qwen3_moe, Family.olmo2),
+            qk_norm_scope=QkNormScope.layer if self.family is Family.olmo2 else QkNormScope.head,
+            norm_placement=NormPlacement.after if self.family is Family.olmo2 else NormPlacement.before,
+            tied_head=bool(self.raw.get("tie_word_embeddings", False)),
+            norm_eps=self.number("rms_norm_eps", _EPS.get(self.family, 1e-6)),
+            rope=self.rope(),
+            max_sequence=self.number("max_position_embeddings"),
+            init_std=self.number("initializer_range", 0.02),
+            vocab_rows=self.number("vocab_size"),
+        )
+        self.windows(model)
+        return HfConfig(self.family, model, self.number("vocab_size"))
+
+    def head_dim(self, heads: int) -> int | None:
+        """None where it is width / heads."""
+        if self.raw.get("head_dim") is None and self.family is not Family.qwen3:
+            return None
+        dim = int(self.number("head_dim", 128))
+        return None if dim * heads == self.raw["hidden_size"] else dim
+
+    def windows(self, model: ModelConfig) -> None:
+        window = self.raw.get("sliding_window")
+        used = self.raw.get("use_sliding_window", self.family is Family.mixtral)
+        if window is not None and used and window < model.max_sequence:
+            raise self.wrong("sliding_window", "is not supported yet")
+
+    def rope(self) -> RopeConfig:
+        """Either spelling of the rotary settings."""
+        given = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
+        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+            raise self.wrong(key, "is not supported: one set of rotary settings for all layers is")
+        theta = given.get("rope_theta", self.number("rope_theta", _THETA.get(self.family, 10_000.0)))
+        if given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+            raise self.wrong(key, "is not supported: heads are rotated as a whole")
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind == "default":
+            return RopeConfig(theta=float(theta))
+        if kind not in _NUMBERS:
+            raise self.wrong(key, f"is not supported: {kind} is none of default, {', '.join(_NUMBERS)}")
+        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NUMBERS[kind]}
+        if kind == "yarn":
+            known |= self.yarn_extras(key, given)
+        others = sorted(name for name, value in given.items() if name not in known and value is not None)
+        if others:
+            raise self.wrong(key, f"is not supported: {', '.join(others)} would change what {kind} computes")
+        defaults = RopeConfig()
+        original = given.get("original_max_position_embeddings", self.number("max_position_embeddings"))
+        return RopeConfig(
+            theta=float(theta),
+            scaling=RopeScaling(kind),
+            factor=float(given.get("factor") or self.number("max_position_embeddings") / original),
+            original_sequence=int(original),
+            low_freq_factor=float(given.get("low_freq_factor", defaults.low_freq_factor)),
+            high_freq_factor=float(given.get("high_freq_factor", defaults.high_freq_factor)),
+            beta_fast=float(given.get("beta_fast") or defaults.beta_fast),
+            beta_slow=float(given.get("beta_slow") or defaults.beta_slow),
+        )
+
+    def yarn_extras(self, key: str, given: Mapping[str, Any]) -> set[str]:
+        """YaRN's further settings are accepted where they say what we do anyway."""
+        if given.get("truncate", True) is not True:
+            raise self.wrong(key, "is not supported: truncate must be true")
+        temperature = 0.1 * math.log(given["factor"]) + 1.0 if given.get("factor") else None
+        same = temperature is not None and abs(given.get("attention_factor", 0.0) - temperature) < 1e-6
+        return {"truncate", *(("attention_factor",) if same else ())}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The stock architecture that computes what this model computes.
+
+    Raises:
+        CheckpointError: there is none; names the setting.
+    """
+    if config.mlp is not MlpKind.swiglu:
+        raise _no_family(f"model.mlp={config.mlp}", "only swiglu networks have one")
+    if config.logit_softcap is not None:
+        raise _no_family(f"model.logit_softcap={config.logit_softcap}", "none of ours caps its logits")
+    norms = (config.norm_placement, config.qk_norm_scope if config.qk_norm else None)
+    families = {
+        (NormPlacement.before, None): Family.llama,
+        (NormPlacement.before, QkNormScope.head): Family.qwen3,
+        (NormPlacement.after, QkNormScope.layer): Family.olmo2,
+    }
+    if config.norm_placement is NormPlacement.before and not config.qk_norm and config.width % config.heads:
+        raise _no_family(f"model.heads={config.heads} of model.width={config.width}", "Llama wants whole heads")
+    if norms not in families:
+        what = f"model.norm_placement={config.norm_placement} with model.qk_norm={str(config.qk_norm).lower()}"
+        raise _no_family(what + (f" and model.qk_norm_scope={config.qk_norm_scope}" if config.qk_norm else ""))
+    return families[norms]
+
+
+def _no_family(what: str, why: str = "") -> CheckpointError:
+    known = ", ".join(Family)
+    return CheckpointError(f"{what}: no architecture that other software reads computes this ({why or known})")
+
+
+def write_config(config: ModelConfig, vocab_size: int, dtype: str, eos_id: int | None) -> dict[str, Any]:
+    """The `config.json` of a model, for `transformers` 4 and 5.
+
+    Args:
+        vocab_size: rows of the written embedding. dtype: bfloat16 or float32. eos_id: the end-of-text token.
+
+    Raises:
+        CheckpointError: as `family_of`.
+    """
+    family = family_of(config)
+    rope, theta = _written_rope(config)
+    values: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": str(family),
+        "hidden_act": "silu",
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": head_dim_of(config),
+        "max_position_embeddings": config.max_sequence,
+        "initializer_range": config.init_std,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": rope,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": config.tied_head,
+        "vocab_size": vocab_size,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "pad_token_id": None,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    if family is Family.llama:
+        values["mlp_bias"] = False
+    return values
+
+
+def _written_rope(config: ModelConfig) -> tuple[dict[str, Any] | None, float]:
+    """(rope_scaling, rope_theta). "ntk" is nothing but a larger theta."""
+    rope, head_dim = config.rope, head_dim_of(config)
+    if rope.scaling is RopeScaling.none:
+        return None, rope.theta
+    if rope.scaling is RopeScaling.ntk:
+        return None, rope.theta * rope.factor ** (head_dim / (head_dim - 2))
+    ours = {
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_sequence,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+    }
+    kind = str(rope.scaling)
+    return {"rope_type": kind, **{key: ours[key] for key in _NUMBERS[kind]}}, rope.theta

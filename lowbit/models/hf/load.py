@@ -1,0 +1,100 @@
+"""Weights of a Hugging Face folder into a model of ours, bit by bit: BF16, FP16 and FP32 are all exact in FP32.
+
+Everything is compared before anything is read: a tensor that is missing, left over or of another shape is one error
+that lists them. A tied head may be stored nevertheless, as long as it is the embedding.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowbit.errors import CheckpointError
+from lowbit.models.hf.config import CONFIG, Family, read_config
+from lowbit.models.hf.folder import TensorFolder
+from lowbit.models.hf.names import file_names, surplus
+from lowbit.models.transformer import Transformer
+
+EXACT = (torch.float32, torch.bfloat16, torch.float16)
+_SHOWN = 5
+
+
+def load_model(folder: Path, tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Transformer:
+    """The model of a folder, on `device`, to compute in `dtype`. `tokens`: vocabulary of its tokenizer.
+
+    Raises: CheckpointError, as `read_config` and `load_weights`.
+    """
+    config = read_config(folder)
+    if tokens > config.vocab_size:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has {tokens} tokens and the model {config.vocab_size} embeddings: they do not "
+            "belong together"
+        )
+    with torch.device("meta"):
+        model = Transformer(config.model, tokens, dtype)
+    model.to_empty(device=device)
+    load_weights(folder, dict(model.named_parameters()))
+    return model
+
+
+@torch.no_grad()
+def load_weights(folder: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Fill parameters, by our names, with the folder's weights. Raises CheckpointError."""
+    for name, tensor in read_weights(folder, {name: p.shape for name, p in parameters.items()}):
+        parameters[name].copy_(tensor)
+
+
+def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of ours with its FP32 value from the folder, one in memory at a time.
+
+    Args:
+        shapes: of all parameters of the model, by our names.
+
+    Raises:
+        CheckpointError: the folder's tensors are not those of the model, or of a type that FP32 does not hold.
+    """
+    family = read_config(folder).family
+    with TensorFolder(folder) as files:
+        sources = _matched(files, family, shapes)
+        for name, tensors in sources.items():
+            parts = [_exact(folder, source, files.read(source)) for source in tensors]
+            yield name, parts[0] if len(shapes[name]) < 3 else torch.stack(parts)
+
+
+def _matched(files: TensorFolder, family: Family, shapes: Mapping[str, torch.Size]) -> dict[str, list[str]]:
+    """The tensors that make up each parameter, all of them there and of the right shape."""
+    sources: dict[str, list[str]] = {}
+    problems: list[str] = []
+    there = set(files.names())
+    for name, shape in shapes.items():
+        sources[name] = file_names(family, name, shape[0] if len(shape) == 3 else 0)
+        wanted = shape[1:] if len(shape) == 3 else shape
+        for source in sources[name]:
+            if source not in there:
+                problems.append(f"{source} is missing")
+            elif files.shape(source) != wanted:
+                problems.append(f"{source} is {list(files.shape(source))}, {CONFIG} makes it {list(wanted)}")
+    used = {source for listed in sources.values() for source in listed}
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    if "head.weight" not in shapes and {head, table} <= there:
+        used.add(head)
+        if not torch.equal(files.read(head), files.read(table)):
+            problems.append(f"{head} differs from {table}, but {CONFIG} says tie_word_embeddings=true")
+    problems += [f"{name} is not of this architecture" for name in surplus(there, used)]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            f"{files.folder} does not hold the {family} model that its {CONFIG} describes: "
+            f"{'; '.join(problems[:_SHOWN])}{more}"
+        )
+    return sources
+
+
+def _exact(folder: Path, name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype not in EXACT:
+        raise CheckpointError(
+            f"{folder}: {name} is {str(tensor.dtype).removeprefix('torch.')}; only float32, bfloat16 and float16 "
+            "weights are read"
+        )
+    return tensor.float()

@@ -1,0 +1,64 @@
+"""A model of ours as a Hugging Face folder in a stock architecture, for `AutoModelForCausalLM` and everything like it.
+
+The FP32 masters are rounded to the type asked for, once, to nearest even; rows that only pad our vocabulary are left
+out, so that no software can predict them, while rows that an imported checkpoint had stay.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.configs.schema import ModelConfig
+from lowbit.models.hf.config import family_of, write_config
+from lowbit.models.hf.folder import write_folder
+from lowbit.models.hf.names import file_names
+
+SHARD_BYTES = 5 * 10**9
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TABLES = ("embedding.weight", "head.weight")
+
+
+def save_model(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    vocab_size: int,
+    *,
+    dtype: str = "bf16",
+    eos_id: int | None = None,
+    json_files: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write config.json, weights and `json_files` (those of the tokenizer) into a new folder.
+
+    Args:
+        weights: FP32 masters by our names. vocab_size: tokens of the tokenizer. dtype: a key of `DTYPES`.
+
+    Raises:
+        CheckpointError: no stock architecture computes this model; the folder is in use or cannot be written.
+    """
+    rows = config.vocab_rows or vocab_size
+    kind = DTYPES[dtype]
+    content = {
+        "config.json": write_config(config, rows, str(kind).removeprefix("torch."), eos_id),
+        **(json_files or {}),
+    }
+    parts = parts_of(config, weights, rows)
+    sizes = {name: part.numel() * kind.itemsize for name, part in parts.items()}
+    return write_folder(folder, sizes, lambda name: parts[name].to("cpu", kind).contiguous(), content, shard_bytes)
+
+
+def parts_of(config: ModelConfig, weights: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """The tensors of the file by their names there: views of our weights."""
+    family = family_of(config)
+    parts: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        source = weight.detach()[:rows] if name in TABLES else weight.detach()
+        if source.dim() < 3:
+            parts[file_names(family, name)[0]] = source
+        else:
+            parts |= zip(file_names(family, name, len(source)), source.unbind(), strict=True)
+    return parts

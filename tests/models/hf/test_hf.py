@@ -1,0 +1,304 @@
+"""Imported and exported models against `transformers`: logits, every tensor's bits, each way a folder can be wrong."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit.configs.schema import MlpKind, ModelConfig, NormPlacement, QkNormScope, RopeConfig, RopeScaling
+from lowbit.errors import CheckpointError
+from lowbit.models.hf.config import Family, family_of, read_config, write_config
+from lowbit.models.hf.folder import INDEX, SINGLE, TensorFolder
+from lowbit.models.hf.load import load_model
+from lowbit.models.hf.parity import compare
+from lowbit.models.hf.save import save_model
+from lowbit.models.transformer import Transformer
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+VOCAB = 97
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+CASES: dict[str, tuple[Family, dict[str, Any]]] = {
+    "llama": (Family.llama, {}),
+    "llama tied": (Family.llama, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama 3.1": (Family.llama, {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
+    "llama linear": (Family.llama, {"rope_parameters": LINEAR, "num_key_value_heads": 1}),
+    "qwen3": (Family.qwen3, {"head_dim": 16}),
+    "qwen3 yarn tied": (Family.qwen3, {"head_dim": 8, "rope_parameters": YARN, "tie_word_embeddings": True}),
+    "olmo2": (Family.olmo2, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+}
+
+
+def stock_model(family: Family, changes: dict[str, Any]) -> Any:
+    """A random model of `transformers`, with norms that are not all one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(family), **{**SHAPE, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, 50), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    family, changes = CASES[request.param]
+    stock_model(family, changes).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    return tmp_path / "theirs"
+
+
+def test_an_imported_model_computes_the_same_and_comes_back_bit_by_bit(case: Path) -> None:
+    assert (case / INDEX).is_file(), "the case is meant to have several shards"
+    model = load_model(case, VOCAB, torch.float32)
+    parity = compare(model, case, tokens())
+    assert parity.scale > 0.5
+    assert parity.first_drift(1e-4) is None, parity
+    parity.require(1e-4)
+
+    back = case.parent / "ours"
+    files = save_model(back, model.config, dict(model.named_parameters()), VOCAB, dtype="fp32", eos_id=3)
+    assert [f.name for f in files] == [SINGLE] and (back / INDEX).is_file()
+    with TensorFolder(case) as theirs, TensorFolder(back) as ours:
+        assert ours.names() == theirs.names()
+        for name in ours.names():
+            assert torch.equal(ours.read(name), theirs.read(name)), name
+    assert read_config(back).model == _named(read_config(case).model, "ours")
+    assert compare(model, back, tokens()).first_drift(1e-4) is None
+
+
+def _named(config: ModelConfig, name: str) -> ModelConfig:
+    import dataclasses
+
+    return dataclasses.replace(config, name=name)
+
+
+@pytest.mark.parametrize("form", ["rope_scaling", "type"])
+def test_rotary_settings_as_transformers_4_wrote_them(tmp_path: Path, form: str) -> None:
+    stock_model(Family.llama, {"rope_parameters": LLAMA3}).save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "config.json"
+    content = json.loads(path.read_text())
+    new = content.pop("rope_parameters")
+    content["rope_theta"] = new.pop("rope_theta")
+    if form == "type":
+        new["type"] = new.pop("rope_type")
+    content["rope_scaling"] = new
+    path.write_text(json.dumps(content))
+    model = load_model(tmp_path / "theirs", VOCAB, torch.float32)
+    assert model.config.rope.scaling is RopeScaling.llama3
+    assert compare(model, tmp_path / "theirs", tokens()).first_drift(1e-4) is None
+
+
+def test_bf16_is_rounded_once_and_exact_from_then_on(tmp_path: Path) -> None:
+    config = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, qk_norm=True, max_sequence=64)
+    model = Transformer(config, VOCAB)
+    model.init_weights(3)
+    weights = dict(model.named_parameters())
+    save_model(tmp_path / "a", config, weights, VOCAB, shard_bytes=9_000)
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
+    loaded = load_model(tmp_path / "a", VOCAB, torch.float32)
+    for name, parameter in loaded.named_parameters():
+        expected = weights[name][:VOCAB] if name in ("embedding.weight", "head.weight") else weights[name]
+        assert torch.equal(parameter, expected.bfloat16().float()), name
+    save_model(tmp_path / "b", loaded.config, dict(loaded.named_parameters()), VOCAB)
+    with TensorFolder(tmp_path / "a") as a, TensorFolder(tmp_path / "b") as b:
+        assert a.names() == b.names()
+        assert all(torch.equal(a.read(n), b.read(n)) and a.read(n).dtype is torch.bfloat16 for n in a.names())
+    assert compare(loaded, tmp_path / "a", tokens()).first_drift(1e-4) is None
+
+
+def test_a_vocabulary_larger_than_the_tokenizers_keeps_its_rows(tmp_path: Path) -> None:
+    theirs = stock_model(Family.qwen3, {"head_dim": 8})
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = load_model(tmp_path / "theirs", 90, torch.float32)
+    assert model.vocab_size == 90 and model.padded_vocab == VOCAB
+    assert compare(model, tmp_path / "theirs", tokens() % 90).first_drift(1e-4) is None
+    save_model(tmp_path / "ours", model.config, dict(model.named_parameters()), 90, dtype="fp32")
+    with TensorFolder(tmp_path / "ours") as ours:
+        assert torch.equal(ours.read("lm_head.weight"), theirs.lm_head.weight)
+    with pytest.raises(CheckpointError, match="the tokenizer has 98 tokens and the model 97 embeddings"):
+        load_model(tmp_path / "theirs", 98, torch.float32)
+
+
+def _edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+BAD_CONFIGS = [
+    ({"model_type": "gpt2"}, 'model_type="gpt2" is not an architecture that lowbit has \\(llama, qwen3'),
+    ({"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported'),
+    ({"attention_bias": True}, "attention_bias=true is not supported"),
+    ({"hidden_size": "wide"}, 'hidden_size="wide" must be a number'),
+    ({"num_hidden_layers": None}, "num_hidden_layers=null must be a number"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised \\(fp8\\)"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic is none of default, linear, llama3, yarn"),
+    ({"rope_parameters": {**YARN, "mscale": 1.0}}, "mscale would change what yarn computes"),
+    ({"rope_parameters": {**YARN, "truncate": False}}, "truncate must be true"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "heads are rotated as a whole"),
+    ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "one set of rotary settings"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)
+def test_what_a_config_asks_for_in_vain_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    stock_model(Family.llama, {}).save_pretrained(tmp_path)
+    _edit_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_model(tmp_path, VOCAB, torch.float32)
+    assert "\n" not in str(error.value)
+
+
+BAD_TENSORS: list[tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = [
+    (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"layers\.1\.mlp\.up_proj\.weight is missing"),
+    (lambda t: t.update(extra=torch.zeros(3)), "extra is not of this architecture"),
+    (
+        lambda t: t.update({"model.norm.weight": torch.ones(31)}),
+        r"norm\.weight is \[31\], config\.json makes it",
+    ),
+    (
+        lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}),
+        r"norm\.weight is int32; only",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_TENSORS)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Callable[..., Any], message: str) -> None:
+    stock_model(Family.llama, {}).save_pretrained(tmp_path)
+    _edit_tensors(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path, VOCAB, torch.float32)
+
+
+def test_a_stored_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
+    stock_model(Family.llama, {"tie_word_embeddings": True}).save_pretrained(tmp_path)
+    table = "model.embed_tokens.weight"
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    _edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t[table].clone(), **extra}))
+    load_model(tmp_path, VOCAB, torch.float32)
+    _edit_tensors(tmp_path, lambda t: t["lm_head.weight"].add_(1.0))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load_model(tmp_path, VOCAB, torch.float32)
+
+
+def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
+    stock_model(Family.llama, {}).save_pretrained(tmp_path / "good", max_shard_size="20KB")
+    good = tmp_path / "good"
+    shard = sorted(good.glob("*.safetensors"))[0]
+
+    def broken(change: Callable[[Path], Any], message: str) -> None:
+        folder = tmp_path / "broken"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(good, folder)
+        change(folder)
+        with pytest.raises(CheckpointError, match=message) as error:
+            load_model(folder, VOCAB, torch.float32)
+        assert "\n" not in str(error.value)
+
+    def index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+        content = json.loads((folder / INDEX).read_text())
+        change(content["weight_map"])
+        (folder / INDEX).write_text(json.dumps(content))
+
+    broken(lambda f: (f / "config.json").unlink(), "is not a Hugging Face model: config.json cannot be read")
+    broken(lambda f: (f / "config.json").write_text("{"), "config.json is not JSON")
+    broken(lambda f: (f / shard.name).unlink(), "is missing, but model.safetensors.index.json names it")
+    broken(lambda f: (f / shard.name).write_bytes(shard.read_bytes()[:-100]), "cannot be read: .*copy it again")
+    broken(lambda f: (f / INDEX).write_text("[]"), "must map tensors to files under weight_map")
+    broken(lambda f: index(f, lambda m: m.update(x="../../etc/passwd")), "is not a file of this folder")
+    broken(lambda f: index(f, lambda m: m.update(x=shard.name)), "says that x lies in .*: it does not")
+    broken(lambda f: [p.unlink() for p in f.glob("*.safetensors*")], "holds no model.safetensors and no")
+    broken(
+        lambda f: [p.rename(f / "pytorch_model.bin") for p in f.glob("*.safetensors*")],
+        r"pickled weights \(pytorch_model\.bin\)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp": MlpKind.relu2}, "model.mlp=relu2"),
+        ({"logit_softcap": 30.0}, "model.logit_softcap=30.0"),
+        ({"qk_norm": True, "qk_norm_scope": QkNormScope.layer}, "model.qk_norm_scope=layer"),
+        ({"norm_placement": NormPlacement.after, "qk_norm": False}, "norm_placement=after with model.qk_norm=false"),
+        ({"width": 36, "heads": 8, "kv_heads": 8, "head_dim": 8, "qk_norm": False}, "model.heads=8 of model.width=36"),
+    ],
+)
+def test_models_without_a_stock_architecture_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        family_of(ModelConfig(**changes))
+
+
+def test_ntk_is_written_as_the_larger_theta() -> None:
+    rope = RopeConfig(theta=1e4, scaling=RopeScaling.ntk, factor=4.0)
+    written = write_config(ModelConfig(rope=rope), 100, "bfloat16", 0)
+    assert written["rope_scaling"] is None
+    assert written["rope_theta"] == pytest.approx(1e4 * 4 ** (64 / 62))
+
+
+def test_nothing_is_written_over_and_no_half_folder_stays(tmp_path: Path) -> None:
+    config = ModelConfig(layers=1, width=32, heads=4, kv_heads=2, mlp_width=48)
+    model = Transformer(config, VOCAB)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("x")
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        save_model(tmp_path / "full", config, dict(model.named_parameters()), VOCAB)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_model(tmp_path / "file" / "below", config, dict(model.named_parameters()), VOCAB)
+    (tmp_path / "empty").mkdir()
+    save_model(tmp_path / "empty", config, dict(model.named_parameters()), VOCAB)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_parity_names_the_first_block_that_drifts(tmp_path: Path) -> None:
+    stock_model(Family.qwen3, {"head_dim": 8}).save_pretrained(tmp_path)
+    model = load_model(tmp_path, VOCAB, torch.float32)
+    with torch.no_grad():
+        model.blocks[1].mlp.up.weight[0, 0] += 0.5  # type: ignore[union-attr, index]
+    parity = compare(model, tmp_path, tokens())
+    assert parity.first_drift(1e-4) == "blocks.1"
+    assert dict(parity.blocks)["blocks.0"] < 1e-5
+    with pytest.raises(CheckpointError, match=r"blocks\.1 differs by"):
+        parity.require(1e-4)
