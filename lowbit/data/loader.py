@@ -174,10 +174,12 @@ class Loader:
         share = sequences // self._world
         first = sample + self._rank * share
         for start in range(first, first + share, self._micro_batch):
-            batch = self._dataset.training_batch(
-                *self._order.locate(np.arange(start, start + self._micro_batch, dtype=np.int64))
-            )
+            batch = self._make(np.arange(start, start + self._micro_batch, dtype=np.int64))
             yield batch.pin() if self._pin else batch
+
+    def _make(self, samples: NDArray[np.int64]) -> Batch:
+        """The batch of global samples [B]."""
+        return self._dataset.training_batch(*self._order.locate(samples))
 
 
 class _Prefetcher:

@@ -24,6 +24,7 @@ LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 STEP_RECORD = "lowbit_step"
 SHOWN = {
     "loss": ("loss", "{:.4f}"),
+    "kl": ("kl", "{:.4f}"),
     "val_bpb": ("val_bpb", "{:.4f}"),
     "tokens_per_second": ("tok/s", "{:,.0f}"),
     "mfu": ("mfu", "{:.1%}"),

@@ -7,7 +7,7 @@ run needs nothing but its position.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -123,15 +123,19 @@ class Trainer:
         scale = lr_scale(config.optim.schedule, position.step, self.progress)
         self._begin_step(batches[0])
         nll = torch.zeros((), device=engine.device)
+        moments: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(batches):
             engine.ranks.move(f"step {position.step + 1}, micro-batch {index + 1} of {len(batches)}")
             self.precision.begin_micro_batch(position.step, engine.rank * len(batches) + index, engine.rank)
             last = index == len(batches) - 1
-            nll += engine.micro_step(self.objective, batch.to(engine.device), 1.0 / valid, last).nll_sum
+            out = engine.micro_step(self.objective, batch.to(engine.device), 1.0 / valid, last)
+            nll += out.nll_sum
+            moments = {name: sums.double() + moments.get(name, 0.0) for name, sums in out.moments.items()}
         engine.ranks.move(f"step {position.step + 1}, gradient norm")
         norm = engine.gradient_norm()
-        local, grad_norm = torch.stack([nll.double(), norm.double()]).tolist()  # the step's one wait for the device
-        loss = engine.ranks.sum([local])[0] / valid
+        numbers = torch.cat([norm.double()[None], nll.double()[None], *moments.values()])
+        grad_norm, *local = numbers.tolist()  # the step's one wait for the device
+        loss, *means = (total / valid for total in engine.ranks.sum(local))
         self._require_finite(loss, grad_norm, batches)
         engine.step(scale, _clip_scale(grad_norm, config.optim.clip_norm))
         if self.ema is not None:
@@ -148,7 +152,9 @@ class Trainer:
             "lr": scale * config.optim.lr,
             "grad_norm": grad_norm,
             "spike_score": position.spike.update(loss),
+            **engine.traffic(),
             "sequences": int(tokens) // config.data.sequence_length,
+            **_estimates(moments, means, valid),
         }
 
     def _agree(self, elapsed: float) -> float:
@@ -225,6 +231,15 @@ class Trainer:
             if name:
                 return name if engine.world == 1 else f"{name}, on rank {rank}"
         return f"gradient of {engine.first_bad_gradient() or 'no single layer (the norm overflowed)'}"
+
+
+def _estimates(names: Iterable[str], means: Sequence[float], count: float) -> dict[str, float]:
+    """Metrics from the means of quantities and of their squares, two a name: the mean and its standard error."""
+    row: dict[str, float] = {}
+    for i, name in enumerate(names):
+        mean, square = means[2 * i : 2 * i + 2]
+        row |= {name: mean, f"{name}_se": math.sqrt(max(0.0, square - mean * mean) / count)}
+    return row
 
 
 def _clip_scale(norm: float, max_norm: float) -> float:

@@ -6,7 +6,7 @@ tokens of the whole optimizer step (all micro-batches, all ranks), so that micro
 of valid tokens weigh by their tokens: a mean of means would not be the gradient of any loss we report.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -24,6 +24,9 @@ class ObjectiveOutput:
     """FP32 scalar to differentiate: the sum over valid tokens of everything trained for."""
     nll_sum: Tensor
     """FP32 scalar, detached: the sum of cross-entropies in nats, what `loss` reports."""
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    """Further metrics by name, FP32 [2], detached: the sums of a quantity and of its square over the valid tokens.
+    The loop reports the mean as NAME and its standard error as NAME_se."""
 
 
 class Objective(Protocol):

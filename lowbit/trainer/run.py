@@ -8,6 +8,7 @@ import logging
 import math
 import platform
 import shlex
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ from lowbit.trainer.loop import Hooks, Position, Trainer
 from lowbit.trainer.memory import explain_out_of_memory, what_to_change
 from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog, NoLog
-from lowbit.trainer.objective import NextToken
+from lowbit.trainer.objective import NextToken, Objective
 from lowbit.trainer.precision import RunPrecision, check_precision
 from lowbit.trainer.schedule import limits_reached, sequences_at
 
@@ -81,9 +82,14 @@ def pretrain(config: RunConfig, run_dir: Path) -> RunResult:
 
 def pretrain_on(config: RunConfig, run_dir: Path, ranks: Ranks, device: torch.device) -> RunResult:
     """The same on ranks that have found each other already."""
+    return execute(lambda: Pretraining(config, run_dir, ranks, device), run_dir, ranks)
+
+
+def execute(make: "Callable[[], Pretraining]", run_dir: Path, ranks: Ranks) -> RunResult:
+    """Make a run and see it through, alone in its folder."""
     with ExitStack() as stack:
         ranks.first_does(lambda: stack.enter_context(RunLock(run_dir)))
-        run = Pretraining(config, run_dir, ranks, device)
+        run = make()
         try:
             with explain_out_of_memory(run.out_of_memory):
                 return run.execute()
@@ -149,7 +155,7 @@ class Pretraining:
             config,
             self.engine,
             self.loader,
-            NextToken(config.optim.z_loss),
+            self._make_objective(),
             Hooks(self._evaluate, self._save, self._flush),
             self.log,
             self.console,
@@ -218,6 +224,9 @@ class Pretraining:
         save_config(self.config, self.run_dir / "config.yaml")
         self.data.tokenizer.save(self.run_dir / "tokenizer")
         return MetricsLog(self.run_dir, self.config.logging, asdict(self.config), after_step=position.step)
+
+    def _make_objective(self) -> Objective:
+        return NextToken(self.config.optim.z_loss)
 
     def _make_loader(self) -> Loader:
         return Loader(
