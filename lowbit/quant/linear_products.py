@@ -36,10 +36,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit.quant.backends.base import Native
 from lowbit.quant.bits import round_to_bf16
 from lowbit.quant.hadamard import unrotate
 from lowbit.quant.philox import Product, Side, Stream
-from lowbit.quant.policy import Alignment, Kept, LinearPolicy, Operand, ProductPolicy
+from lowbit.quant.policy import EMULATED, Alignment, Kept, LinearPolicy, Operand, ProductPolicy
 from lowbit.quant.product import Factor, bf16_valued, factor, multiply, signs_of
 from lowbit.quant.quantise import Memory
 from lowbit.quant.quantised import Packed, Quantised, Values, crop, to_codes
@@ -159,7 +160,8 @@ class KeptInput:
     def unpack(self, operand: Operand) -> Quantised:
         assert self.data is not None and self.scales is not None and operand.spec is not None
         packed = Packed(self.data, self.scales, self.outer, self.shape, operand.spec, self.scale_shape, False)
-        return packed.unpack()
+        codes = packed.unpack()
+        return codes if operand.backend == EMULATED else Native.of(codes, operand.backend)
 
 
 def forward_product(
@@ -177,10 +179,10 @@ def forward_product(
         mean, x = split_mean(x)
     left = factor(x, policy.fprop.left, stream, signs, dtype, amax=amax)
     if mean is None:
-        outputs = [multiply(left, right, dtype) for right in rights]
+        outputs = [multiply(left, right, dtype, fast=True) for right in rights]
     else:
         constants = [mean @ bf16_valued(weight, torch.float32).t() for weight in weights]  # [1, out]
-        sums = [multiply(left, right, dtype, torch.float32) for right in rights]
+        sums = [multiply(left, right, dtype, torch.float32, fast=True) for right in rights]
         outputs = [(y + constant).to(dtype) for y, constant in zip(sums, constants, strict=True)]
     return Fprop(tuple(outputs), left, x, mean)
 
@@ -228,8 +230,8 @@ def keep(x: Tensor, forward: Fprop, key: Tensor, clock: Tensor, policy: LinearPo
     codes = forward.left
     if policy.kept is Kept.TRANSPOSED:
         codes = _wgrad_right(forward.x, key, clock, policy, x.dtype)
-    assert isinstance(codes, Values)
-    packed = to_codes(codes).pack().trim()
+    assert isinstance(codes, (Values, Quantised))
+    packed = (to_codes(codes) if isinstance(codes, Values) else codes).pack().trim()
     return KeptInput(packed.data, packed.scales, packed.outer, forward.mean, packed.shape, packed.scale_shape)
 
 

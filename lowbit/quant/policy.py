@@ -23,6 +23,9 @@ from enum import Enum
 from lowbit.errors import ConfigError
 from lowbit.quant.spec import EDEN, FOUR_OVER_SIX, OUTER_BLOCK, QuantSpec
 
+EMULATED = "emulated"
+"""The backend that runs everywhere: an ordinary product of BF16 numbers."""
+
 
 class Alignment(Enum):
     """What the backward pass quantises for its W^T and X^T."""
@@ -59,6 +62,9 @@ class Operand:
 
     spec: QuantSpec | None = None
     """None: BF16."""
+    backend: str = EMULATED
+    """Which of `backends` quantises and multiplies it; not the user's choice but the device's, made when a policy is
+    applied. The numbers are those of `spec` whichever it is."""
 
     @property
     def name(self) -> str:
@@ -110,6 +116,11 @@ class ProductPolicy:
     def quantised(self) -> bool:
         """Whether any operand is."""
         return self.left.spec is not None or self.right.spec is not None
+
+    @property
+    def backend(self) -> str:
+        """What multiplies it."""
+        return self.left.backend
 
 
 HIGH = ProductPolicy()

@@ -4,8 +4,9 @@
 
 A factor is quantised along k, the dimension that the product sums over. What cannot go inside the sum, the scale of a
 whole tensor or of its rows, is applied to the result: (a s)(b t)^T = s (a b^T) t^T. This is the emulation that runs on
-any device: BF16 operands, which hold every code times block scale exactly, and an ordinary matrix product. A backend
-with hardware for the format replaces `multiply` and takes the codes (`to_codes`, `Quantised`).
+any device: BF16 operands, which hold every code times block scale exactly, and an ordinary matrix product. Where a
+policy names a backend with hardware for the format, that one makes both factors as codes (`Native`) and multiplies
+them.
 
 `factor` makes a factor from a tensor: rotate, then quantise. A transposed view is as good as a tensor.
 """
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.quant.backends import NATIVE
+from lowbit.quant.backends.base import Native
 from lowbit.quant.bits import round_to_bf16
 from lowbit.quant.hadamard import rotate
 from lowbit.quant.philox import Stream
-from lowbit.quant.policy import Operand, Signs
+from lowbit.quant.policy import EMULATED, Operand, Signs
 from lowbit.quant.quantise import Memory, quantise_values
 from lowbit.quant.quantised import Quantised, Values
 
@@ -79,11 +82,18 @@ def factor(
         x = rotate(x, signs, signs.shape[0])
     if operand.spec is None:
         return Dense(bf16_valued(x, dtype))
+    if operand.backend != EMULATED:
+        return NATIVE[operand.backend].factor(x, operand.spec, amax)
     return quantise_values(x, operand.spec, stream, memory, amax)
 
 
 def multiply(
-    left: Factor, right: Factor, dtype: torch.dtype, out_dtype: torch.dtype | None = None, after: Tensor | None = None
+    left: Factor,
+    right: Factor,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
+    after: Tensor | None = None,
+    fast: bool = False,
 ) -> Tensor:
     """left [m, k], right [n, k] -> left right^T [m, n].
 
@@ -91,8 +101,11 @@ def multiply(
         dtype: what the product computes in; FP32 is for the CPU, where the operands are the same BF16 numbers.
         out_dtype: of the result; `dtype` when None. FP32 from BF16 operands keeps the sum's precision.
         after: one more FP32 factor of the result, [1, 1], [m, 1] or [1, n].
+        fast: a backend may carry the sum in fewer bits than FP32 where it gains by it; not for gradients.
     """
     out_dtype = out_dtype or dtype
+    if isinstance(left, Native) and isinstance(right, Native):
+        return NATIVE[left.backend].multiply(left, right, out_dtype, after, fast)
     a, b = left.operand(), right.operand().t()
     scales = [left.after(), None if (s := right.after()) is None else s.t(), after]
     if dtype == torch.bfloat16 and out_dtype == torch.float32 and a.is_cuda:

@@ -1,0 +1,185 @@
+"""FP8 products on the tensor cores of Hopper, Ada and later: `torch._scaled_mm` and `F.scaled_mm`.
+
+| left x right | scales, and their layout as the kernels want it | where |
+|---|---|---|
+| tensor x tensor | FP32, one each | Ada (8.9) and later |
+| row x row, or tensor in place of either | [m, 1] and [1, n], contiguous | Ada and later; FP32 results on Hopper only |
+| 1x128 x 128x128, or reverse | [m, k/128], m fastest; [n/128, k/128], k fastest, padded to 4 | Hopper (9.0) |
+| 1x128 x 1x128 | [m, k/128] and [n, k/128], rows fastest | Hopper |
+
+The left matrix is [m, k] with k fastest, the right one [k, n] with k fastest: what a factor is anyway. k must be a
+multiple of 16, and so must n: codes are padded with zeros, which add nothing, and the result is cut. For 128-wide
+blocks m is padded to 16 too, since the kernels read scales 16 bytes at a time.
+
+**Quantising** is a maximum and a multiplication, a clamp and a cast (round to nearest even, the reference's rounding),
+in plain PyTorch for the compiler to fuse: nothing waits for the device, and the maximum stays on it. The clamp is
+needed: where the cast does not saturate, beyond 448 + half a step is NaN.
+
+**Sums.** Hopper's FP8 tensor cores carry about 14 bits of a sum along; every 128 products it is added to FP32 unless
+`fast` is given. A gradient's sums are not `fast`, nor are those of 128-wide blocks ever.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.quant.backends.base import Device, Native, Sizes
+from lowbit.quant.bits import is_finite, read_bf16
+from lowbit.quant.formats import E4M3
+from lowbit.quant.policy import ProductPolicy
+from lowbit.quant.quantised import Quantised
+from lowbit.quant.scales import one_level
+from lowbit.quant.spec import Outer, QuantSpec, Rounding, Scale
+
+MULTIPLE = 16
+"""Of k and n."""
+ADA, HOPPER = (8, 9), (9, 0)
+ROWS_IN_FP32 = (12, 9)
+"""The CUDA whose cuBLAS scales rows."""
+KINDS = {(0, 0): "tensor", (1, 0): "row", (1, 128): "block", (128, 128): "square"}
+"""A format's blocks -> how the kernels call them here."""
+RECIPES = {
+    ("tensor", "tensor"): "tensor",
+    ("tensor", "row"): "row",
+    ("row", "tensor"): "row",
+    ("row", "row"): "row",
+    ("block", "square"): "block_square",
+    ("square", "block"): "square_block",
+    ("block", "block"): "block_block",
+}
+
+
+def kind_of(spec: QuantSpec | None) -> str | None:
+    """tensor, row, block or square; None for a format that is none of these."""
+    if spec is None or spec.element is not E4M3 or spec.rounding is not Rounding.NEAREST:
+        return None
+    if spec.outer is not Outer.NONE or spec.scale not in (Scale.FP32, Scale.POWER_OF_TWO):
+        return None
+    return KINDS.get(spec.block)
+
+
+class Fp8:
+    """The backend `fp8`."""
+
+    name = "fp8"
+    note = ""
+
+    def refuses(self, policy: ProductPolicy, product: str, sizes: Sizes, device: Device) -> str | None:
+        """See `Backend`."""
+        kinds = kind_of(policy.left.spec), kind_of(policy.right.spec)
+        if None in kinds:
+            return f"FP8 tensor cores do not take {policy.left.name} x {policy.right.name}"
+        recipe = RECIPES.get((str(kinds[0]), str(kinds[1])))
+        if recipe is None:
+            return f"no FP8 kernel scales {policy.left.name} x {policy.right.name}"
+        if device.kind != "cuda":
+            return "FP8 tensor cores are in GPUs" if device.kind == "cpu" else "the device is not known to have FP8"
+        if device.capability < ADA:
+            return f"compute capability {_dotted(device.capability)} has no FP8 tensor cores (8.9 and later have)"
+        hopper = device.capability[0] == HOPPER[0]
+        if recipe.count("_") and not (hopper and device.cuda >= ROWS_IN_FP32):
+            return "PyTorch multiplies 128-wide FP8 blocks on Hopper (9.0) with CUDA 12.9 and later only"
+        if recipe == "row" and product == "wgrad" and not (hopper and device.cuda >= ROWS_IN_FP32):
+            return "row-wise FP8 has FP32 results, which a weight's gradient needs, on Hopper with CUDA 12.9 only"
+        return None
+
+    def factor(self, x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Quantised:
+        """See `Backend`. Codes are padded to a multiple of 16 columns, or of 128 where blocks are."""
+        return quantise(x, spec, amax)
+
+    def multiply(
+        self, left: Quantised, right: Quantised, out_dtype: torch.dtype, after: Tensor | None = None, fast: bool = False
+    ) -> Tensor:
+        """See `Backend`."""
+        kinds = str(kind_of(left.spec)), str(kind_of(right.spec))
+        recipe = RECIPES[kinds]
+        rows, columns = left.shape[0], right.shape[0]
+        alone = after is not None and after.numel() == 1  # it fits into the left scale
+        scale = left.scales * after if after is not None and alone else left.scales
+        a = left.codes if recipe in ("tensor", "row") else pad_rows(left.codes)
+        b = pad_rows(right.codes)
+        scale_a = layout(scale, kinds[0], recipe, a.shape[0])
+        scale_b = layout(right.scales, kinds[1], recipe, b.shape[0])
+        rest = None if alone else after
+        y: Tensor = fp8_product(a, b, scale_a, scale_b, recipe, torch.float32 if rest is not None else out_dtype, fast)
+        if y.shape != (rows, columns):
+            y = y[:rows, :columns]
+        return y if rest is None else (y * rest).to(out_dtype)
+
+
+def quantise(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Native:
+    """As `lowbit.quant.quantise.quantise`, for the formats that `kind_of` knows: the same codes but for a NaN's sign.
+
+    x [rows, k]; the codes' columns are padded to a multiple of 16.
+    """
+    rows, columns = x.shape
+    block_rows, block_columns = spec.block[0] or rows, spec.block[1] or columns
+    padding = -columns % (spec.block[1] or MULTIPLE), -rows % block_rows
+    values = read_bf16(x)
+    if spec.block[1] and any(padding):
+        values = F.pad(values, (0, padding[0], 0, padding[1]))
+        columns, rows = columns + padding[0], rows + padding[1]
+    blocks = values.reshape(rows // block_rows, block_rows, columns // block_columns, block_columns)
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    if amax is not None:
+        largest = torch.where(is_finite(largest), amax, largest)
+    scale, multiplier = one_level(largest, spec)
+    codes = cast((blocks * multiplier).reshape(rows, columns))
+    if not spec.block[1] and padding[0]:
+        codes = F.pad(codes, (0, padding[0]))
+    return Native(codes, scale.reshape(scale.shape[0], scale.shape[2]), None, tuple(x.shape), spec, "fp8")
+
+
+def cast(y: Tensor) -> Tensor:
+    """FP32 -> E4M3 codes, uint8: saturating, to nearest even."""
+    return y.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def pad_rows(matrix: Tensor) -> Tensor:
+    """Zero rows up to a multiple of 16."""
+    missing = -matrix.shape[0] % MULTIPLE
+    return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
+
+
+def layout(scales: Tensor, kind: str, recipe: str, rows: int) -> Tensor:
+    """A factor's scales as `fp8_product` takes them, for `rows` rows of codes."""
+    if recipe == "tensor":
+        return scales
+    if recipe == "row":
+        scales = scales.expand(rows, 1) if kind == "tensor" else scales
+    if kind == "square":
+        return F.pad(scales, (0, -scales.shape[1] % 4))
+    missing = rows - scales.shape[0]
+    return (F.pad(scales, (0, 0, 0, missing)) if missing else scales).t().contiguous()
+
+
+@torch.library.custom_op("lowbit::fp8_product", mutates_args=())
+def fp8_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, recipe: str, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """E4M3 codes a [m, k], b [n, k] and their scales -> [m, n] in BF16 or FP32.
+
+    One operator for all recipes, so that the compiler sees dense matrices and nothing of the kernels' layouts. Scales:
+    tensor [1, 1]; row [1, m or n]; block [k/128, m or n]; square [m/128 or n/128, k/128 padded to 4].
+    """
+    left, right = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn).t()
+    if recipe == "row":
+        scale_a = scale_a.reshape(-1, 1)
+    if recipe in ("tensor", "row"):
+        return torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+    first, second = (_SCALING[kind] for kind in recipe.split("_"))
+    return F.scaled_mm(left, right, scale_a.t(), first, scale_b.t(), second, output_dtype=out_dtype)
+
+
+@fp8_product.register_fake
+def _(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, recipe: str, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+_SCALING = {"block": F.ScalingType.BlockWise1x128, "square": F.ScalingType.BlockWise128x128}
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
