@@ -35,6 +35,7 @@ from lowbit.quant.product import signs_of
 from lowbit.quant.quantise import Memory, quantise_values
 from lowbit.quant.spec import FOUR_OVER_SIX, QuantSpec
 from lowbit.quant.stabilisers.grid import edge_nearness, forward_value
+from lowbit.quant.stabilisers.masters import block_counts
 from lowbit.quant.taps import listening
 
 NAMES = ("relative_mse", "clipped_share", "underflow_share", "amax", "oscillation_risk")
@@ -66,14 +67,16 @@ def share(mask: Tensor) -> Tensor:
 def weight_statistics(layer: LowbitLinear) -> Tensor | None:
     """Of W in the forward product; None where it is not quantised."""
     spec = layer.policy.fprop.right.spec
-    remembers = layer.choice is not None and spec is not None and spec.rounding in FOUR_OVER_SIX
-    memory = Memory(layer.choice, 1.0) if remembers and layer.choice is not None else None
-    return _measure_factor(layer, layer.weight.detach(), Product.FPROP, Side.RIGHT, memory, risk=True)
+    weight, memory = _ordinary(layer, layer.weight.detach()), None
+    if layer.choice is not None and spec is not None and spec.rounding in FOUR_OVER_SIX:
+        rows, columns = block_counts(weight.shape[0], weight.shape[1], spec)
+        memory = Memory(layer.choice[:rows, :columns], 1.0)
+    return _measure_factor(layer, weight, Product.FPROP, Side.RIGHT, memory, risk=True)
 
 
 def input_statistics(layer: LowbitLinear, x: Tensor) -> Tensor | None:
     """Of X [..., in] in the forward product; None where it is not quantised."""
-    rows = x.detach().reshape(-1, x.shape[-1])
+    rows = _ordinary(layer, x.detach().reshape(-1, x.shape[-1]))
     return _measure_factor(layer, split_mean(rows)[1] if layer.policy.mean_split else rows, Product.FPROP, Side.LEFT)
 
 
@@ -83,6 +86,13 @@ def gradient_statistics(layer: LowbitLinear, grad: Tensor) -> Tensor | None:
     if layer.policy.dgrad.left.spec is None:
         return _measure_factor(layer, rows.t().contiguous(), Product.WGRAD, Side.LEFT)
     return _measure_factor(layer, rows, Product.DGRAD, Side.LEFT)
+
+
+def _ordinary(layer: LowbitLinear, matrix: Tensor) -> Tensor:
+    """[rows, in] without the channels that OutControl retains."""
+    if layer.retained is None or not layer.retained.applies(layer.policy):
+        return matrix
+    return matrix.index_select(1, layer.retained.ordinary)
 
 
 def _measure_factor(

@@ -82,9 +82,35 @@ def rows_of(master: Master, spec: QuantSpec) -> Tensor:
 
 def quantised_rows(master: Master, spec: QuantSpec) -> Tensor:
     """What `spec` quantises of the master, [rows, columns]: a view, or a copy without OutControl's channels."""
-    return rows_of(master, spec)
+    columns = _ordinary_columns(master)
+    if columns is None:
+        return rows_of(master, spec)
+    return _whole_rows(master, spec).index_select(1, columns)
 
 
 def put_rows(master: Master, spec: QuantSpec, weight: Tensor) -> None:
     """Write back what `quantised_rows` gave, changed."""
-    rows_of(master, spec).copy_(weight)
+    columns = _ordinary_columns(master)
+    if columns is None:
+        rows_of(master, spec).copy_(weight)
+    else:
+        _whole_rows(master, spec).index_copy_(1, columns, weight)
+
+
+def _ordinary_columns(master: Master) -> Tensor | None:
+    """The columns that `spec` quantises, int64, where OutControl retains others."""
+    retained, policy = master.layer.retained, master.layer.policy
+    return None if retained is None or not retained.applies(policy) else retained.ordinary
+
+
+def _whole_rows(master: Master, spec: QuantSpec) -> Tensor:
+    weight = rows_of(master, spec)
+    if weight.shape[1] != master.layer.in_features:
+        raise ConfigError(f"{master.name}: OutControl needs shards of whole rows, and this one begins or ends in one")
+    return weight
+
+
+def block_counts(rows: int, columns: int, spec: QuantSpec) -> tuple[int, int]:
+    """Row blocks and column blocks of a matrix, padding included."""
+    padded = -(-columns // spec.column_multiple) * spec.column_multiple
+    return -(-rows // spec.block[0]), padded // spec.block[1]

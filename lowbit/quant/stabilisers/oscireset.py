@@ -36,7 +36,7 @@ from lowbit.quant.quantise import Memory, quantise_remembering, quantise_values
 from lowbit.quant.quantised import Values
 from lowbit.quant.spec import FOUR_OVER_SIX, QuantSpec
 from lowbit.quant.stabilisers.grid import forward_value, off_centre
-from lowbit.quant.stabilisers.masters import Master, put_rows, quantised_rows, rows_of, weight_spec
+from lowbit.quant.stabilisers.masters import Master, block_counts, put_rows, quantised_rows, weight_spec
 
 KEY = "precision.stabilisers.oscireset"
 Sum = Callable[[Tensor], Tensor]
@@ -163,7 +163,8 @@ class OsciReset:
         held = master.layer.choice
         if held is None:
             return quantise_remembering(weight, spec)
-        held = held[tuple(slice(count) for count in block_counts(weight, spec))]
+        rows, columns = block_counts(weight.shape[0], weight.shape[1], spec)
+        held = held[:rows, :columns]
         values, choice = quantise_remembering(weight, spec, Memory(held, self.config.hysteresis))
         held.copy_(choice)
         return values, choice
@@ -241,13 +242,6 @@ class OsciReset:
                 master.layer.choice.copy_(held)
 
 
-def block_counts(weight: Tensor, spec: QuantSpec) -> tuple[int, int]:
-    """Row blocks and column blocks of a matrix, padding included."""
-    rows, columns = weight.shape
-    padded = -(-columns // spec.column_multiple) * spec.column_multiple
-    return -(-rows // spec.block[0]), padded // spec.block[1]
-
-
 def _remember_choice(master: Master, spec: QuantSpec) -> None:
     """Give the layer the memory of its blocks' choices."""
     if master.tensor.numel() != master.layer.weight.numel():
@@ -255,4 +249,4 @@ def _remember_choice(master: Master, spec: QuantSpec) -> None:
             f"{master.name}: hysteresis keeps a choice for every block of the layer, and this process holds a shard: "
             f"{KEY}.hysteresis=0 would work"
         )
-    master.layer.remember_choice(*block_counts(rows_of(master, spec), spec))
+    master.layer.remember_choice(*block_counts(master.layer.out_features, master.layer.in_features, spec))
