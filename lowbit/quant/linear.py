@@ -35,12 +35,21 @@ def check_shape(name: str, in_features: int, out_features: int, policy: LinearPo
 class Retained(Protocol):
     """Some input channels in another format than the others (`stabilisers.outcontrol`)."""
 
+    @property
+    def ordinary(self) -> Tensor:
+        """int64: the channels that the policy speaks of, in the order in which they are quantised."""
+        ...
+
     def applies(self, policy: LinearPolicy) -> bool:
         """Whether it changes what this policy computes."""
         ...
 
     def products(self, x: Tensor, layers: "Sequence[LowbitLinear]") -> tuple[Tensor, ...]:
         """x [tokens, in] -> each layer's output [tokens, out]."""
+        ...
+
+    def freeze(self, layer: "LowbitLinear", dtype: torch.dtype) -> None:
+        """Do what `LowbitLinear.freeze` does, with `frozen_retained` beside `frozen`."""
         ...
 
 
@@ -86,6 +95,7 @@ class LowbitLinear(Linear):
         self.frozen_scale: Tensor | None = None
         """Of the factor `frozen`: FP32 [1, 1] or [out, 1]."""
         self.frozen_signs: Tensor | None = None
+        self.frozen_retained: Tensor | None = None
         self.register_buffer("key", key, persistent=False)
         self.register_buffer("clock", clock, persistent=False)
         self.register_buffer("choice", None, persistent=False)
@@ -146,6 +156,9 @@ class LowbitLinear(Linear):
         """Hold fprop's right factor, and its rotation, as the clock stands now, for passes without gradients."""
         if not self.policy.quantised:
             super().freeze(dtype)
+            return
+        if self.retained is not None and self.retained.applies(self.policy):
+            self.retained.freeze(self, dtype)
             return
         stream = Stream(self.key, self.clock, Product.FPROP, Side.RIGHT)
         self.frozen_signs = rotation_signs(self.policy.fprop, stream)
