@@ -80,7 +80,7 @@ class Grid:
 
     def boundary_position(self, i: int, shrink: float = 1.0) -> float:
         """levels * (i / steps / shrink)**(1 / power) + 1/2, whose floor is q."""
-        return self.levels * (i / self.steps / shrink) ** (1 / self.power) + 0.5
+        return self.levels * math.pow(i / self.steps / shrink, 1 / self.power) + 0.5
 
     def codes(self, shrink: float = 1.0) -> list[int]:
         """q for i = 0..steps, under a scale `shrink` times the one that i was made with."""

@@ -1,0 +1,1 @@
+"""Triton kernels of the gradient codecs: `TritonCoder`, imported only where a CUDA tensor is coded."""

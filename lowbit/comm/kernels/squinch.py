@@ -1,0 +1,419 @@
+"""The 6-bit formats on a GPU, each direction in one pass over the data: the bytes of `lowbit.comm.squinch`.
+
+A program codes one tile of 4096 values: it holds them in registers, so that the tile's exponent costs no second read.
+Encoding reads 4 bytes a value from memory and writes 0.75, decoding the reverse; the sum of the ranks' messages,
+decoded and encoded again, reads 0.75 bytes a rank and value and writes 0.75.
+
+Same bits as the reference, without its tables:
+
+* Rounding to a whole number is adding 2**23 and taking it away again (half to even, like `torch.round`).
+* Levels come from the GPU's approximate square root, logarithm and power. They are good to 3e-5 of a level, and no
+  step lies within 8e-4 of a boundary between levels (see `grid`); so do the positions of levels, q**1.5.
+* Errors of the two scales are whole numbers below 2**24, so FP32 sums of them are exact in any order.
+* No product may be contracted with a sum: the kernels are compiled without FP fusion, `tl.fma` is used by name.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit.comm import message as messages
+from lowbit.comm.grid import (
+    EIGHTHS,
+    HALF_EIGHTHS,
+    SHRINK,
+    SQ48,
+    SQ96,
+    SQUINCH,
+    TILE,
+    Grid,
+    squinch_reciprocals,
+    squinch_thresholds,
+    squinch_units,
+)
+
+WARPS = 8
+ROUND = tl.constexpr(8388608.0)
+"""2**23: x + ROUND, 0 <= x < 2**22, holds the nearest whole number in its low bits."""
+ROUND_BITS = tl.constexpr(0x4B000000)
+INFINITY = tl.constexpr(0x7F800000)
+QUIET_NAN = tl.constexpr(0x7FC00000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+LINEAR = tl.constexpr(6 * math.log(2) / 2**23)
+LINEAR_BIAS = tl.constexpr(128.99 - 127 * 6 * math.log(2))
+SIZE = tl.constexpr(TILE)
+
+# Offsets in the table of FP32 numbers, and of int32 ones
+LEVEL_VALUES, THRESHOLDS, UNITS, RECIPROCALS = (tl.constexpr(v) for v in (0, 32, 288, 544))
+STEPS_OF_EIGHTHS, STEPS_OF_HALVES = tl.constexpr(0), tl.constexpr(8)
+
+
+def _constants(grid: Grid) -> dict[str, object]:
+    """Compile-time constants of a format."""
+    inverse = 1 / grid.power
+    return {
+        "PUBLISHED": grid is SQUINCH,
+        "PAIRED": grid is SQ96,
+        "BLOCK": grid.block,
+        "LEVELS": grid.levels,
+        "STEPS": grid.steps,
+        "INVERSE": inverse,
+        "OFFSET": math.log2(grid.levels) - math.log2(grid.steps) * inverse,
+        "GROW": SHRINK**-inverse,
+        "POSITION": grid.steps / grid.levels**grid.power,
+        "SHRINK": SHRINK,
+    }
+
+
+@triton.jit
+def _eighths_to_bits(eighth, integers):  # type: ignore[no-untyped-def]
+    """FP32 bits of 2**(eighth / 8)."""
+    return (((eighth >> 3) + 127) << 23) | tl.load(integers + STEPS_OF_EIGHTHS + (eighth & 7))
+
+
+@triton.jit
+def _scales(largest, floats, integers, PUBLISHED: tl.constexpr, SEARCH: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bits of the largest magnitudes (0 where not finite) -> scale bytes, reciprocals, the tile's exponent byte."""
+    if PUBLISHED:
+        low = tl.fma(largest.to(tl.float32), LINEAR, LINEAR_BIAS)
+        code = tl.minimum(tl.maximum(low, 0.0), 254.0).to(tl.int32)
+        reached = largest.to(tl.float32, bitcast=True) >= tl.load(floats + THRESHOLDS + code)
+        code += reached.to(tl.int32)
+        reciprocal = tl.load(floats + RECIPROCALS + code)
+        exponent = 0
+    else:
+        if SEARCH:
+            eighth = (tl.maximum(largest - 1, 0) >> 20) + 1
+            middle = tl.load(integers + STEPS_OF_EIGHTHS + (eighth & 7))
+        else:
+            eighth = (largest + 524288) >> 20
+            middle = tl.load(integers + STEPS_OF_HALVES + (eighth & 7))
+        eighth += (largest > (((eighth >> 3) << 23) | middle)).to(tl.int32)
+        eighth = tl.minimum(eighth - 1016, 1023)
+        highest = tl.max(eighth, axis=0)
+        exponent = tl.minimum(tl.maximum((highest + 7) >> 3, -80), 128)
+        base = 8 * exponent - 254
+        eighth = tl.maximum(eighth, base + 1)
+        reciprocal = _eighths_to_bits(96 - eighth, integers).to(tl.float32, bitcast=True) * (STEPS / 4096)
+        code = eighth - base
+    return code, reciprocal, exponent + 127
+
+
+@triton.jit
+def _approximate(x, OF: tl.constexpr, APPROXIMATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The GPU's own root, logarithm or power of two; exact ones in the interpreter."""
+    if APPROXIMATE:
+        return tl.inline_asm_elementwise(OF + ".approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    if OF == "sqrt":
+        return tl.sqrt(x)
+    return tl.log2(x) if OF == "lg2" else tl.exp2(x)
+
+
+@triton.jit
+def _look(  # type: ignore[no-untyped-def]
+    x, reciprocal,
+    PUBLISHED: tl.constexpr, SEARCH: tl.constexpr, LEVELS: tl.constexpr, STEPS: tl.constexpr, INVERSE: tl.constexpr,
+    OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr, SHRINK: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """Part of the blocks [blocks, part] -> levels under either scale, as 2**23 + q, and what the second would change in
+    the squared error [blocks].
+    """
+    step = tl.minimum(tl.abs(x) * reciprocal[:, None], STEPS) + ROUND
+    if PUBLISHED:
+        q = _approximate((step - ROUND) * (LEVELS * LEVELS / STEPS), "sqrt", APPROXIMATE) + ROUND
+    else:
+        logarithm = tl.fma(_approximate(step - ROUND, "lg2", APPROXIMATE), INVERSE, OFFSET)
+        position = _approximate(logarithm, "ex2", APPROXIMATE)
+        q = position + ROUND
+    other = q
+    change = reciprocal
+    if SEARCH:
+        other = tl.minimum(tl.fma(position, GROW, ROUND), ROUND + LEVELS)
+        error = step - _position(q - ROUND, POSITION, APPROXIMATE)
+        error_other = step - _position(other - ROUND, POSITION * SHRINK, APPROXIMATE)
+        change = tl.sum(tl.fma(error_other, error_other, -(error * error)), axis=1)
+    return q, other, change
+
+
+@triton.jit
+def _position(level, unit: tl.constexpr, APPROXIMATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """2**23 + the whole step nearest to level**1.5 unit."""
+    return tl.fma(level * _approximate(level, "sqrt", APPROXIMATE), unit, ROUND)
+
+
+@triton.jit
+def _nibbles(x, q, first: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values and levels (2**23 + q) [blocks, 4] -> code word, its low 16 bits in use, and sign bits [blocks]."""
+    j = tl.arange(0, 4)[None, :]
+    # What 2**23 adds to the bits: ROUND_BITS << 4 j, of which two terms are not zero in 32 bits
+    word = tl.sum(q.to(tl.int32, bitcast=True) << (4 * j), axis=1) + 83886080  # 2**32 - (0x4B000000 + 0xB0000000)
+    signs = tl.sum((x.to(tl.int32, bitcast=True) >> (31 - j - first)) & (1 << (j + first)), axis=1)
+    return word, signs
+
+
+@triton.jit
+def _pairs(x, q, carries, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values and levels [blocks, 8] -> pair codes [blocks, 4]."""
+    level = q.to(tl.int32, bitcast=True) - ROUND_BITS
+    signed = tl.where(x.to(tl.int32, bitcast=True) < 0, -level, level)
+    signed = tl.where(carries[:, None], signed, 0) + LEVELS
+    even, odd = tl.split(tl.reshape(signed, (signed.shape[0], 4, 2)))
+    return even * (2 * LEVELS + 1) + odd
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    x0, x1, out, n, tile, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
+    PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    STEPS: tl.constexpr, INVERSE: tl.constexpr, OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr,
+    SHRINK: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """First and second halves of a tile's blocks, FP32 [blocks of a tile, block / 2] -> the tile's part of the message.
+
+    The first tile also writes the header, the last one zeros after the exponents.
+    """
+    COUNT: tl.constexpr = SIZE // BLOCK
+    largest0 = tl.max(x0.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
+    largest = tl.maximum(largest0, tl.max(x1.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1))
+    finite = largest < INFINITY
+    largest = tl.where(finite, largest, 0)
+    code, reciprocal, exponent = _scales(largest, floats, integers, PUBLISHED, SEARCH, STEPS)
+    carries = largest > 0
+    if PUBLISHED:
+        carries = code > 0
+    q0, other0, change0 = _look(
+        x0, reciprocal, PUBLISHED, SEARCH, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE
+    )
+    q1, other1, change1 = _look(
+        x1, reciprocal, PUBLISHED, SEARCH, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE
+    )
+    if SEARCH:
+        shrink = (change0 + change1 < 0) & (code > 1)
+        code -= shrink.to(tl.int32)
+        q0 = tl.where(shrink[:, None], other0, q0)
+        q1 = tl.where(shrink[:, None], other1, q1)
+    block = tile * COUNT + tl.arange(0, COUNT)
+    inside = block < blocks
+    code = tl.where(carries, code, tl.where(finite, 0, 255))
+    tl.store(out + scales_at + block, code.to(tl.uint8), inside)
+    if PAIRED:
+        pairs0, pairs1 = _pairs(x0, q0, carries, LEVELS), _pairs(x1, q1, carries, LEVELS)
+        k = tl.arange(0, 4)[None, :]
+        low = out + first_at + block[:, None] * 8 + k
+        tl.store(low, pairs0.to(tl.uint8), inside[:, None])
+        tl.store(low + 4, pairs1.to(tl.uint8), inside[:, None])
+        high = tl.sum(((pairs0 >> 8) << (3 * k)) | ((pairs1 >> 8) << (3 * k + 12)), axis=1)
+        for b in tl.static_range(3):
+            tl.store(out + second_at + block * 3 + b, (high >> (8 * b)).to(tl.uint8), inside)
+    else:
+        word0, signs0 = _nibbles(x0, q0, 0)
+        word1, signs1 = _nibbles(x1, q1, 4)
+        signs = tl.where(carries, signs0 | signs1, 0)
+        word = tl.where(carries, word0 | (word1 << 16), 0)
+        tl.store(out + first_at + block, signs.to(tl.uint8), inside)
+        tl.store((out + second_at).to(tl.pointer_type(tl.int32)) + block, word, inside)
+    if not PUBLISHED:
+        tl.store(out + 16 + tile, tl.cast(exponent, tl.uint8))
+        if tile == tiles - 1:  # unused exponents are zero
+            rest = tiles + tl.arange(0, 16)
+            tl.store(out + 16 + rest, tl.zeros((16,), tl.uint8), rest < (tiles + 15) // 16 * 16)
+    if tile == 0:
+        words = out.to(tl.pointer_type(tl.int32))
+        tl.store(words, header)
+        tl.store(words + 1, tl.cast(n, tl.int32))
+        tl.store(words + 2, tl.cast(tl.cast(n, tl.int64) >> 32, tl.int32))
+        tl.store(words + 3, 0)
+
+
+@triton.jit
+def _value(q, sign, unit, floats, PUBLISHED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Levels [blocks, part], signs (bit 31), units [blocks] -> FP32 [blocks, part]."""
+    if PUBLISHED:
+        root = (q | ROUND_BITS).to(tl.float32, bitcast=True) - ROUND
+        level = root * root
+    else:
+        level = tl.load(floats + LEVEL_VALUES + q)
+    value = level * unit[:, None]
+    return (value.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _unpair(low, high, unit, floats, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Low bytes [blocks, 4], twelve high bits [blocks] -> FP32 [blocks, 8]."""
+    pair = low.to(tl.int32) | (((high[:, None] >> (3 * tl.arange(0, 4))[None, :]) & 7) << 8)
+    even = pair // (2 * LEVELS + 1)
+    odd = pair - even * (2 * LEVELS + 1)
+    signed = tl.reshape(tl.join(even, odd), (low.shape[0], 8)) - LEVELS
+    return _value(tl.minimum(tl.abs(signed), LEVELS), signed & -2147483648, unit, floats, False)
+
+
+@triton.jit
+def _read(  # type: ignore[no-untyped-def]
+    message, tile, blocks, scales_at, first_at, second_at, floats, integers,
+    PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """A tile's part of the message -> both halves of its blocks, FP32 [blocks of a tile, block / 2]."""
+    COUNT: tl.constexpr = SIZE // BLOCK
+    block = tile * COUNT + tl.arange(0, COUNT)
+    inside = block < blocks
+    code = tl.load(message + scales_at + block, inside, 0).to(tl.int32)
+    if PUBLISHED:
+        unit = tl.load(floats + UNITS + code)
+    else:
+        exponent = tl.load(message + 16 + tile).to(tl.int32) - 127
+        eighth = tl.minimum(tl.maximum(code - 254 + 8 * exponent, -1008), 1023)
+        bits = _eighths_to_bits(eighth, integers)
+        bits = tl.where(code == 0, 0, tl.where(code == 255, QUIET_NAN, bits))
+        unit = bits.to(tl.float32, bitcast=True)
+    if PAIRED:
+        high = tl.load(message + second_at + block * 3, inside, 0).to(tl.int32)
+        high |= tl.load(message + second_at + block * 3 + 1, inside, 0).to(tl.int32) << 8
+        high |= tl.load(message + second_at + block * 3 + 2, inside, 0).to(tl.int32) << 16
+        low = message + first_at + block[:, None] * 8 + tl.arange(0, 4)[None, :]
+        x0 = _unpair(tl.load(low, inside[:, None], 0), high, unit, floats, LEVELS)
+        x1 = _unpair(tl.load(low + 4, inside[:, None], 0), high >> 12, unit, floats, LEVELS)
+    else:
+        j = tl.arange(0, 4)[None, :]
+        word = tl.load((message + second_at).to(tl.pointer_type(tl.int32)) + block, inside, 0)[:, None]
+        signs = tl.load(message + first_at + block, inside, 0).to(tl.int32)[:, None]
+        x0 = _value((word >> (4 * j)) & 15, (signs << (31 - j)) & -2147483648, unit, floats, PUBLISHED)
+        x1 = _value((word >> (4 * j + 16)) & 15, (signs << (27 - j)) & -2147483648, unit, floats, PUBLISHED)
+    return x0, x1
+
+
+@triton.jit
+def _encode(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, n, per_row, row_bytes, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
+    PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    STEPS: tl.constexpr, INVERSE: tl.constexpr, OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr,
+    SHRINK: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    tile, row = tl.program_id(0), tl.cast(tl.program_id(1), tl.int64)
+    HALF: tl.constexpr = BLOCK // 2
+    within = tl.arange(0, SIZE // BLOCK)[:, None] * BLOCK + tl.arange(0, HALF)[None, :]
+    begin = row * per_row + tl.cast(tile, tl.int64) * SIZE
+    left = tl.minimum(per_row - tl.cast(tile, tl.int64) * SIZE, tl.cast(n, tl.int64) - begin)
+    if left >= SIZE:
+        x0 = tl.load(x_ptr + begin + within).to(tl.float32)
+        x1 = tl.load(x_ptr + begin + HALF + within).to(tl.float32)
+    else:
+        x0 = tl.load(x_ptr + begin + within, within < left, 0.0).to(tl.float32)
+        x1 = tl.load(x_ptr + begin + HALF + within, within + HALF < left, 0.0).to(tl.float32)
+    _write(
+        x0, x1, out_ptr + row * row_bytes, per_row, tile, tiles, blocks, scales_at, first_at, second_at, header, floats,
+        integers, PUBLISHED, PAIRED, SEARCH, BLOCK, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store(x0, x1, out, left, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Halves of a tile's blocks -> out, of which `left` values exist."""
+    HALF: tl.constexpr = BLOCK // 2
+    within = tl.arange(0, SIZE // BLOCK)[:, None] * BLOCK + tl.arange(0, HALF)[None, :]
+    x0, x1 = x0.to(out.dtype.element_ty), x1.to(out.dtype.element_ty)
+    if left >= SIZE:
+        tl.store(out + within, x0)
+        tl.store(out + HALF + within, x1)
+    else:
+        tl.store(out + within, x0, within < left)
+        tl.store(out + HALF + within, x1, within + HALF < left)
+
+
+@triton.jit
+def _decode(  # type: ignore[no-untyped-def]
+    message_ptr, out_ptr, n, per_row, row_bytes, blocks, scales_at, first_at, second_at, floats, integers,
+    PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    tile, row = tl.program_id(0), tl.cast(tl.program_id(1), tl.int64)
+    x0, x1 = _read(
+        message_ptr + row * row_bytes, tile, blocks, scales_at, first_at, second_at, floats, integers,
+        PUBLISHED, PAIRED, BLOCK, LEVELS,
+    )  # fmt: skip
+    begin = row * per_row + tl.cast(tile, tl.int64) * SIZE
+    left = tl.minimum(per_row - tl.cast(tile, tl.int64) * SIZE, tl.cast(n, tl.int64) - begin)
+    _store(x0, x1, out_ptr + begin, left, BLOCK)
+
+
+@triton.jit
+def _sum(  # type: ignore[no-untyped-def]
+    rows_ptr, out_ptr, n, factor, row_bytes, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
+    RANKS: tl.constexpr, ENCODE: tl.constexpr, SCALED: tl.constexpr,
+    PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    STEPS: tl.constexpr, INVERSE: tl.constexpr, OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr,
+    SHRINK: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    x0, x1 = _read(
+        rows_ptr, tile, blocks, scales_at, first_at, second_at, floats, integers, PUBLISHED, PAIRED, BLOCK, LEVELS
+    )
+    for r in range(1, RANKS):
+        y0, y1 = _read(
+            rows_ptr + tl.cast(r, tl.int64) * row_bytes, tile, blocks, scales_at, first_at, second_at, floats, integers,
+            PUBLISHED, PAIRED, BLOCK, LEVELS,
+        )  # fmt: skip
+        x0, x1 = x0 + y0, x1 + y1
+    if SCALED:
+        x0, x1 = x0 * factor, x1 * factor
+    if ENCODE:
+        _write(
+            x0, x1, out_ptr, n, tile, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
+            PUBLISHED, PAIRED, SEARCH, BLOCK, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE,
+        )  # fmt: skip
+    else:
+        begin = tl.cast(tile, tl.int64) * SIZE
+        _store(x0, x1, out_ptr + begin, tl.cast(n, tl.int64) - begin, BLOCK)
+
+
+class TritonCoder:
+    """Messages in one grid, on a GPU. Has no state besides its tables."""
+
+    def __init__(self, grid: Grid = SQ48, search: bool = True) -> None:
+        self.grid, self.search = grid, search and grid is not SQUINCH
+        self.constants = _constants(grid)
+        self.header = messages.header_words(grid, 0)[0]
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """FP32 and int32 numbers that the kernels look up."""
+        if device not in self._tables:
+            values = [*self.grid.level_values(), *[0.0] * 32][:32]
+            values += [*squinch_thresholds(), math.inf, math.inf, *squinch_units(), *squinch_reciprocals()]
+            floats = torch.tensor(values, dtype=torch.float32, device=device)
+            self._tables[device] = floats, torch.tensor(EIGHTHS + HALF_EIGHTHS, dtype=torch.int32, device=device)
+        return self._tables[device]
+
+    def encode(self, x: Tensor, rows: int, per_row: int, out: Tensor) -> None:
+        """x [n], n <= rows * per_row, continued with zeros -> out uint8 [rows, nbytes(per_row)]."""
+        at = messages.layout(self.grid, per_row)
+        tiles = max(1, triton.cdiv(per_row, TILE))
+        _encode[(tiles, rows)](
+            x, out, x.numel(), per_row, at.nbytes, at.tiles, at.blocks, at.scales, at.first, at.second, self.header,
+            *self.tables(x.device), SEARCH=self.search, APPROXIMATE=x.is_cuda, **self.constants, num_warps=WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def decode(self, messages_: Tensor, per_row: int, out: Tensor) -> None:
+        """messages_ uint8 [rows, nbytes(per_row)] -> out [n] of any float type, n <= rows * per_row."""
+        at = messages.layout(self.grid, per_row)
+        rows = triton.cdiv(out.numel(), max(1, per_row))
+        if rows:
+            _decode[(triton.cdiv(per_row, TILE), rows)](
+                messages_, out, out.numel(), per_row, at.nbytes, at.blocks, at.scales, at.first, at.second,
+                *self.tables(out.device), **self._reading(), num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+
+    def _reading(self) -> dict[str, object]:
+        return {key: self.constants[key] for key in ("PUBLISHED", "PAIRED", "BLOCK", "LEVELS")}
+
+    def sum(self, rows: Tensor, n: int, factor: float, out: Tensor, encode: bool) -> None:
+        """rows uint8 [ranks, nbytes(n)] -> their sum times factor: FP32 [n], or a message, uint8 [nbytes(n)]."""
+        at = messages.layout(self.grid, n)
+        _sum[(max(1, triton.cdiv(n, TILE)),)](
+            rows, out, n, factor, at.nbytes, at.tiles, at.blocks, at.scales, at.first, at.second, self.header,
+            *self.tables(rows.device), RANKS=rows.shape[0], ENCODE=encode, SCALED=factor != 1.0, SEARCH=self.search,
+            APPROXIMATE=rows.is_cuda, **self.constants, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
