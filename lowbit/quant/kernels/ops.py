@@ -1,0 +1,219 @@
+"""Operators that the compiler does not look into: a factor of a product, its codes and back, and rotation signs.
+
+Opaque on purpose. What a linear layer keeps for its backward pass is then what it says, the packed codes, and not
+whatever a partitioner finds cheaper; a graph compiles in seconds; and a kernel of its own can do what a loop compiler
+cannot, rotate 128 numbers in registers. On the CPU they run `quantise.cpp`, or the PyTorch reference where there is no
+compiler; both give the same bits.
+
+A spec travels as text, since an operator takes no Python objects: `spec_text` and `spec_of`.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lowbit.quant.bits import round_to_bf16
+from lowbit.quant.formats import ELEMENT_FORMATS
+from lowbit.quant.hadamard import rotate
+from lowbit.quant.kernels import cpu
+from lowbit.quant.philox import Product, Side, Stream
+from lowbit.quant.quantise import Memory, quantise_values
+from lowbit.quant.quantised import Packed, to_codes
+from lowbit.quant.spec import OUTER_BLOCK, Outer, QuantSpec, Rounding, Scale
+
+BF16_ONLY = ""
+"""The text of no spec: round to BF16."""
+
+FactorTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def spec_text(spec: QuantSpec | None) -> str:
+    """A spec in one line."""
+    if spec is None:
+        return BF16_ONLY
+    kinds = f"{spec.scale.value} {spec.outer.value} {spec.rounding.value} {spec.bound!r} {spec.target!r}"
+    return f"{spec.name} {spec.element.name} {spec.block[0]} {spec.block[1]} {kinds}"
+
+
+@cache
+def spec_of(text: str) -> QuantSpec | None:
+    """The inverse of `spec_text`."""
+    if text == BF16_ONLY:
+        return None
+    name, element, rows, columns, scale, outer, rounding, bound, target = text.rsplit(" ", 8)
+    fmt = next(f for f in ELEMENT_FORMATS if f.name == element)
+    kinds = Scale(scale), Outer(outer), Rounding(rounding)
+    return QuantSpec(name, fmt, (int(rows), int(columns)), *kinds, float(bound), float(target))
+
+
+def lane_of(stream: Stream) -> int:
+    """What the stream's words are of, without their purpose (see `philox`)."""
+    return int(stream.product) << 8 | int(stream.side) << 4
+
+
+def stream_of(key: Tensor, clock: Tensor, lane: int) -> Stream:
+    """The inverse of `lane_of`."""
+    return Stream(key, clock, Product(lane >> 8), Side(lane >> 4 & 15))
+
+
+@torch.library.custom_op("lowbit::factor", mutates_args=(), device_types="cpu")
+def factor_op(
+    x: Tensor,
+    signs: Tensor | None,
+    key: Tensor,
+    clock: Tensor,
+    choice: Tensor | None,
+    amax: Tensor | None,
+    spec: str,
+    lane: int,
+    dtype: torch.dtype,
+    operand: bool,
+    codes: bool,
+) -> FactorTensors:
+    """x [rows, k] rotated by `signs` and quantised: (operand, after, data, scales, outer).
+
+    Args:
+        choice, amax: see `quantise_values` (a choice, where there is one, is kept).
+        operand, codes: which of them are wanted; what is not, or does not exist, has no elements.
+    """
+    found = spec_of(spec)
+    out = _allocate(x, signs, found, dtype, operand, codes)
+    if cpu.library() is not None:
+        padded = _padded(_width(x.shape[1], signs), found)
+        cpu.run_factor(x, found, signs, key, clock, lane, choice, amax, padded, out)
+        return out
+    return _reference(x, signs, found, stream_of(key, clock, lane), choice, amax, dtype, out)
+
+
+@factor_op.register_fake
+def _(
+    x: Tensor,
+    signs: Tensor | None,
+    key: Tensor,
+    clock: Tensor,
+    choice: Tensor | None,
+    amax: Tensor | None,
+    spec: str,
+    lane: int,
+    dtype: torch.dtype,
+    operand: bool,
+    codes: bool,
+) -> FactorTensors:
+    return _allocate(x, signs, spec_of(spec), dtype, operand, codes)
+
+
+def _width(columns: int, signs: Tensor | None) -> int:
+    """Columns of the operand: rotation pads."""
+    return columns if signs is None else -(-columns // signs.shape[0]) * signs.shape[0]
+
+
+def _padded(width: int, spec: QuantSpec | None) -> int:
+    """Columns that the quantiser sees."""
+    multiple = 1 if spec is None else spec.column_multiple
+    return -(-width // multiple) * multiple
+
+
+def _allocate(
+    x: Tensor, signs: Tensor | None, spec: QuantSpec | None, dtype: torch.dtype, operand: bool, codes: bool
+) -> FactorTensors:
+    """What the operator returns, uninitialised."""
+    rows, width = x.shape[0], _width(x.shape[1], signs)
+    none = 0, torch.float32
+    shapes: list[tuple[int | tuple[int, ...], torch.dtype]] = [((rows, width), dtype) if operand else (0, dtype)]
+    if spec is None:
+        shapes += [none] * 4
+    else:
+        whole = spec.outer is Outer.TENSOR or (spec.scale is Scale.FP32 and spec.block[0] == 0)
+        by_row = spec.outer is Outer.ROW or (spec.scale is Scale.FP32 and spec.block[0] == 1)
+        shapes.append(((1 if whole else rows, 1), torch.float32) if whole or by_row else none)
+        shapes += _code_shapes(rows, width, spec) if codes else [none] * 3
+    made = [x.new_empty(shape, dtype=kind) for shape, kind in shapes]
+    return made[0], made[1], made[2], made[3], made[4]
+
+
+def _code_shapes(rows: int, width: int, spec: QuantSpec) -> list[tuple[int | tuple[int, ...], torch.dtype]]:
+    """Of data, scales and outer scales as `Packed.trim` leaves them."""
+    unit = spec.block[0] or rows
+    rows = -(-rows // unit) * unit
+    block = spec.block[1] or width
+    blocks = -(-width // block)
+    kind = torch.float32 if spec.scale in (Scale.FP32, Scale.POWER_OF_TWO) else torch.uint8
+    outer: tuple[int, ...] | int = 0
+    if spec.outer in (Outer.BLOCK, Outer.BLOCK_POW2):
+        outer = rows, _padded(width, spec) // OUTER_BLOCK
+    elif spec.outer is not Outer.NONE:
+        outer = (rows if spec.outer is Outer.ROW else 1), 1
+    return [
+        ((rows, blocks * block * spec.element.bits // 8), torch.uint8),
+        ((rows // unit, blocks), kind),
+        (outer, torch.float32),
+    ]
+
+
+def _reference(
+    x: Tensor,
+    signs: Tensor | None,
+    spec: QuantSpec | None,
+    stream: Stream,
+    choice: Tensor | None,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    out: FactorTensors,
+) -> FactorTensors:
+    """Without the library."""
+    if signs is not None:
+        x = rotate(x, signs, signs.shape[0])
+    if spec is None:
+        out[0].copy_(x if x.dtype == torch.bfloat16 else round_to_bf16(x))
+        return out
+    values = quantise_values(x, spec, stream, None if choice is None else Memory(choice, 1.0), amax)
+    if out[0].numel():
+        out[0].copy_(values.operand())
+    if (after := values.after()) is not None:
+        out[1].copy_(after)
+    if out[2].numel():
+        packed = to_codes(values).pack().trim()
+        out[2].copy_(packed.data)
+        out[3].copy_(packed.scales)
+        if packed.outer is not None:
+            out[4].copy_(packed.outer)
+    return out
+
+
+@torch.library.custom_op("lowbit::unpack", mutates_args=(), device_types="cpu")
+def unpack_op(
+    data: Tensor, scales: Tensor, outer: Tensor | None, spec: str, rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    """Packed codes -> the operand [rows, width] in `dtype` (`Packed.unpack().operand()`)."""
+    found = spec_of(spec)
+    assert found is not None
+    operand = data.new_empty((rows, width), dtype=dtype)
+    if cpu.library() is not None:
+        cpu.run_unpack(data, scales, outer, found, _padded(width, found), operand)
+        return operand
+    shape = scales.shape[0], scales.shape[1]
+    return operand.copy_(Packed(data, scales, outer, (rows, width), found, shape, False).unpack().operand())
+
+
+@unpack_op.register_fake
+def _(
+    data: Tensor, scales: Tensor, outer: Tensor | None, spec: str, rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    return data.new_empty((rows, width), dtype=dtype)
+
+
+@torch.library.custom_op("lowbit::signs", mutates_args=(), device_types="cpu")
+def signs_op(key: Tensor, clock: Tensor, lane: int, count: int) -> Tensor:
+    """`Stream.signs`: FP32 [count]."""
+    stream = stream_of(key, clock, lane)
+    if cpu.library() is None:
+        return stream.signs(count)
+    signs = key.new_empty(count, dtype=torch.float32)
+    cpu.run_signs(key, clock, int(stream.product) << 8 | int(Side.SHARED) << 4 | 2, signs)
+    return signs
+
+
+@signs_op.register_fake
+def _(key: Tensor, clock: Tensor, lane: int, count: int) -> Tensor:
+    return key.new_empty(count, dtype=torch.float32)
