@@ -12,7 +12,12 @@ from lowbit.errors import ConfigError
 
 REPLACEMENT = "\ufffd"
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/pretrain.", show_default=False)]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="Folder of a run, such as runs/pretrain, or of a Hugging Face model.", show_default=False
+    ),
+]
 Checkpoint = Annotated[str, typer.Option(help="Which checkpoint: latest, or a path.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 
@@ -39,7 +44,7 @@ def generate(
         text = _text(prompt)
         loaded = load_run(run, checkpoint, device)
         tokenizer = loaded.tokenizer
-        ids = [tokenizer.eot_id, *tokenizer.encode(text)]
+        ids = [*tokenizer.begin, *tokenizer.encode(text)]
         longest = loaded.config.model.max_sequence
         if len(ids) >= longest:
             raise ConfigError(

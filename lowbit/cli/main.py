@@ -13,7 +13,20 @@ from typing import cast
 
 import typer
 
-from lowbit.cli import complete, data, doctor, evaluate, generate, plan, pretrain, report, tokenizer, version
+from lowbit.cli import (
+    complete,
+    data,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    importing,
+    plan,
+    pretrain,
+    report,
+    tokenizer,
+    version,
+)
 from lowbit.cli.settings import TAKES_SETTINGS
 from lowbit.cli.signals import EndingSignals
 from lowbit.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, LowbitError, RankError
@@ -35,6 +48,8 @@ def build_app() -> typer.Typer:
     app.command("generate")(generate.generate)
     app.command("eval")(evaluate.evaluate)
     app.command("report")(report.report)
+    app.command("export")(export.export)
+    app.command("import")(importing.import_)
     app.command("plan", context_settings=TAKES_SETTINGS)(plan.plan)
     app.command("doctor")(doctor.doctor)
     app.command("version")(version.version)

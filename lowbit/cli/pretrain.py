@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lowbit.cli.settings import settings
+from lowbit.cli.start import with_start
 
 
 class Shown(StrEnum):
@@ -36,7 +37,7 @@ def pretrain(
     """
     from lowbit.cli import job
 
-    given = overrides or []
+    given = with_start(overrides or [])
     if cfg is not None:
         job.print_config(given, multirun=multirun, resolved=cfg is Shown.resolved)
     elif multirun:

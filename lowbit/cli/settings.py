@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from lowbit.cli.complete import candidates
+from lowbit.cli.start import with_start
 
 if TYPE_CHECKING:
     from lowbit.configs.schema import RunConfig
@@ -23,6 +24,6 @@ def read(overrides: list[str] | None) -> "RunConfig":
     from lowbit.configs.compose import compose
     from lowbit.configs.validate import validate
 
-    config = compose(overrides or [])
+    config = compose(with_start(overrides or []))
     validate(config)
     return config

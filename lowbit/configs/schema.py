@@ -620,6 +620,8 @@ class RunConfig:
     resume: str = "auto"
     """auto: go on from the newest good checkpoint in the run's folder, if any;
     none: start anew, refused where there are some; or a path."""
+    init_from: str = ""
+    """Begin with the weights, model and tokenizer of a run's newest checkpoint, or of a Hugging Face folder."""
     resume_allow: list[ResumeDifference] = field(default_factory=list)
     """Differences accepted when resuming: any of tokenizer, data, model."""
     model: ModelConfig = field(default_factory=ModelConfig)

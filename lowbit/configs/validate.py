@@ -69,6 +69,7 @@ RANGES: dict[str, Range] = {
     "model.max_sequence": COUNT,
     "model.init_std": POSITIVE,
     "model.vocab_multiple": COUNT,
+    "model.vocab_rows": COUNT,
     "model.rope.theta": Range(1, open_low=True),
     "model.rope.factor": Range(1),
     "model.rope.original_sequence": COUNT,
@@ -133,6 +134,7 @@ EXAMPLES: dict[str, Any] = {
     "max_minutes": 10,
     "model.head_dim": 64,
     "model.logit_softcap": 30,
+    "model.vocab_rows": 151_936,
     "optim.ema_decay": 0.999,
     "precision.stabilisers.oscireset.start_step": 8000,
 }

@@ -86,6 +86,28 @@ class Tokenizer:
             return [list(text.encode("utf-8")) for text in texts]
         return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
+    @cached_property
+    def begin(self) -> list[int]:
+        """What stands before a text: what an imported tokenizer itself puts there, else the separator."""
+        if self._tokenizer is None:
+            return [self.eot_id]
+        text = self._tokenizer.encode("a", add_special_tokens=True)
+        before = [i for i, special in zip(text.ids, text.special_tokens_mask, strict=True) if special][:1]
+        return before if text.ids[:1] == before else [self.eot_id]
+
+    def hugging_face(self) -> bytes:
+        """A `tokenizer.json` with these very ids; plain bytes become a byte-level BPE without merges."""
+        if self.definition is not None:
+            return self.definition
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders, models, pre_tokenizers
+
+        backend = Backend(models.BPE(vocab=_byte_characters(), merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([self.eot])
+        return str(backend.to_str()).encode("utf-8")
+
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that ids stand for; special tokens stand for none."""
         if self._pieces is None:

@@ -11,10 +11,12 @@ from lowbit.configs.stored import load_config
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.tokenizer import Tokenizer, load_tokenizer
 from lowbit.errors import CheckpointError
+from lowbit.models.hf.config import is_hf_folder
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
 from lowbit.trainer.engine import load_tensors
 from lowbit.trainer.hardware import compute_dtype, pick_device
+from lowbit.trainer.imported import begin_from, config_of, require_vocabulary, tokenizer_of
 from lowbit.trainer.precision import RunPrecision
 
 logger = logging.getLogger("lowbit")
@@ -36,9 +38,13 @@ def load_run(
 ) -> LoadedRun:
     """Open a run's checkpoint for generation or evaluation, in `precision`, or else in what it was trained in.
 
+    A Hugging Face folder is opened like the run that would have made it.
+
     Raises:
         CheckpointError: there is no run or no readable checkpoint.
     """
+    if is_hf_folder(run_dir):
+        return _load_hf(run_dir, device, precision)
     if not (run_dir / "config.yaml").is_file():
         raise CheckpointError(f"{run_dir} is not a run's folder: it has no config.yaml")
     config = load_config(run_dir / "config.yaml")
@@ -53,6 +59,19 @@ def load_run(
     RunPrecision(config, model).resume(saved, snapshot.step)
     load_tensors({name: p.detach() for name, p in model.named_parameters()}, snapshot.model)
     return LoadedRun(run_dir, config, model, tokenizer, snapshot.step)
+
+
+def _load_hf(folder: Path, device: str, precision: PrecisionConfig | None) -> LoadedRun:
+    config = config_of(folder)
+    if precision is not None:
+        config = replace(config, precision=precision)
+    tokenizer = tokenizer_of(folder)
+    require_vocabulary(folder, config.model, tokenizer)
+    where = pick_device(device)
+    model = build_model(config, tokenizer.vocab_size, compute_dtype(config.precision, where), where)
+    RunPrecision(config, model)
+    begin_from(folder, model)
+    return LoadedRun(folder, config, model, tokenizer, 0)
 
 
 def open_snapshot(resume: str, store: CheckpointStore) -> Snapshot | None:

@@ -43,6 +43,7 @@ from lowbit.trainer.hardware import (
     pick_device,
     set_deterministic,
 )
+from lowbit.trainer.imported import begin_from
 from lowbit.trainer.launch import open_ranks
 from lowbit.trainer.loaded import LoadedRun, build_model, dataset_of, load_run, open_snapshot, shown_path
 from lowbit.trainer.lock import RunLock
@@ -144,7 +145,7 @@ class Pretraining:
         self.model = build_model(config, self.data.tokenizer.vocab_size, self.dtype, self.device)
         self.precision = RunPrecision(config, self.model)
         if snapshot is None:
-            self.model.init_weights(config.seed)
+            self._begin()
         self.engine = self.ranks.together(self._make_engine)
         self.loader = self._make_loader()
         position = self._resume(snapshot)
@@ -194,6 +195,15 @@ class Pretraining:
         )
 
     # Building -------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """First weights: drawn by the seed, or those of `init_from`."""
+        start = self.config.init_from
+        if not start:
+            self.model.init_weights(self.config.seed)
+            return
+        step = begin_from(Path(start).expanduser(), self.model)
+        logger.info("the run begins with the weights of %s%s", start, f", step {step}" if step else "")
 
     def _prepare_data(self) -> Dataset:
         """Rank 0 trains the tokenizer and packs; the others then find the files, or make theirs on another machine."""

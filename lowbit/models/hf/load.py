@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowbit.configs.schema import ModelConfig
 from lowbit.errors import CheckpointError
 from lowbit.models.hf.config import CONFIG, Family, read_config
 from lowbit.models.hf.folder import TensorFolder
@@ -36,6 +37,12 @@ def load_model(folder: Path, tokens: int, dtype: torch.dtype, device: torch.devi
     model.to_empty(device=device)
     load_weights(folder, dict(model.named_parameters()))
     return model
+
+
+def parameter_shapes(config: ModelConfig, tokens: int) -> dict[str, torch.Size]:
+    """The parameters of a model by name, without any memory."""
+    with torch.device("meta"):
+        return {name: p.shape for name, p in Transformer(config, tokens).named_parameters()}
 
 
 @torch.no_grad()

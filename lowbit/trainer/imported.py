@@ -1,0 +1,78 @@
+"""Models that were not trained here: Hugging Face folders opened like runs, and weights to begin a run from."""
+
+from pathlib import Path
+
+from lowbit.configs.schema import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TokenizerKind
+from lowbit.configs.stored import load_config
+from lowbit.data.tokenizer import Tokenizer, load_tokenizer
+from lowbit.errors import CheckpointError, DataError
+from lowbit.models.hf.config import is_hf_folder, read_config
+from lowbit.models.hf.load import load_weights
+from lowbit.models.transformer import Transformer
+from lowbit.trainer.checkpoint import CheckpointStore
+from lowbit.trainer.engine import load_tensors
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder. Raises DataError, saying what to do where it has no tokenizer.json."""
+    if not (folder / "tokenizer.json").is_file() and any(folder.glob("*.model")):
+        raise DataError(
+            f"{folder} has a SentencePiece tokenizer but no tokenizer.json: write one with "
+            "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    return load_tokenizer(folder)
+
+
+def config_of(folder: Path) -> RunConfig:
+    """The configuration of a run that would have made a Hugging Face folder: its model and tokenizer, else defaults."""
+    model = read_config(folder).model
+    tokenizer = TokenizerConfig(kind=TokenizerKind.file, path=str(folder))
+    data = DataConfig(tokenizer=tokenizer, sequence_length=min(DataConfig().sequence_length, model.max_sequence))
+    return RunConfig(run_name=model.name, model=model, data=data)
+
+
+def require_vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError when a tokenizer has more tokens than the model has rows."""
+    rows = config.vocab_rows
+    if rows is not None and tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model {rows} embeddings: they do not "
+            "belong together"
+        )
+
+
+def beginning(path: Path) -> tuple[ModelConfig, TokenizerConfig]:
+    """Model and tokenizer that a run with `init_from=path` begins with.
+
+    Raises:
+        CheckpointError: `path` is neither a run's folder nor a Hugging Face model.
+    """
+    if is_hf_folder(path):
+        model = read_config(path).model
+        require_vocabulary(path, model, tokenizer_of(path))
+        return model, TokenizerConfig(kind=TokenizerKind.file, path=str(path))
+    if not (path / "config.yaml").is_file():
+        raise CheckpointError(f"init_from={path} is neither the folder of a run nor of a Hugging Face model")
+    config = load_config(path / "config.yaml")
+    if config.data.tokenizer.kind is TokenizerKind.bytes:
+        return config.model, config.data.tokenizer
+    return config.model, TokenizerConfig(kind=TokenizerKind.file, path=str(path / "tokenizer"))
+
+
+def begin_from(path: Path, model: Transformer) -> int:
+    """Fill a fresh model with the weights of a run's newest checkpoint, or of a Hugging Face folder.
+
+    Returns:
+        The step of the checkpoint; 0 for a Hugging Face folder.
+
+    Raises:
+        CheckpointError: the weights are those of another model.
+    """
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    if is_hf_folder(path):
+        load_weights(path, weights)
+        return 0
+    config = load_config(path / "config.yaml")
+    snapshot = CheckpointStore(path / "checkpoints", config.checkpoint).load(weights_only=True)
+    load_tensors(weights, snapshot.model)
+    return snapshot.step

@@ -1,0 +1,195 @@
+"""Runs out to Hugging Face folders and in again: texts, tokens, weights, and a training that goes on from them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowbit.cli.start import with_start
+from lowbit.configs.compose import compose
+from lowbit.configs.schema import ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TokenizerConfig, TokenizerKind
+from lowbit.configs.validate import validate
+from lowbit.data.tokenizer import bytes_tokenizer, train_bpe
+from lowbit.errors import CheckpointError, ConfigError, DataError
+from lowbit.infer.engine import Generator
+from lowbit.trainer.evaluate import evaluate
+from lowbit.trainer.exported import check_export, export, import_folder, open_weights
+from lowbit.trainer.imported import tokenizer_of
+from lowbit.trainer.run import dataset_of, load_run, pretrain
+
+TEXT = "document 3\nword1 naïve 東京 <|endoftext|>"
+
+
+@pytest.fixture
+def bpe_run(tiny_run: RunConfig) -> RunConfig:
+    tokenizer = TokenizerConfig(kind=TokenizerKind.bpe, vocab_size=300)
+    return replace(tiny_run, data=replace(tiny_run.data, tokenizer=tokenizer))
+
+
+def test_a_run_becomes_a_folder_that_others_read_and_comes_back(bpe_run: RunConfig, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = tmp_path / "run"
+    pretrain(bpe_run, run)
+    out = tmp_path / "hf"
+    export(open_weights(run), out, "fp32")
+    assert "transformers computes the same" in check_export(out)
+
+    ours = load_run(run, device="cpu")
+    theirs = AutoTokenizer.from_pretrained(out)
+    assert theirs.encode("document 3\nword1 naïve 東京") == ours.tokenizer.encode("document 3\nword1 naïve 東京")
+    assert theirs.eos_token_id == ours.tokenizer.eot_id
+    prompt = [ours.tokenizer.eot_id, *ours.tokenizer.encode("document")]
+    expected = Generator(ours.model, None).generate([prompt], max_new_tokens=12, temperature=0.0)[0].tokens
+    model = AutoModelForCausalLM.from_pretrained(out)
+    generated = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert generated[0, len(prompt) :].tolist() == expected
+
+    opened = load_run(out, device="cpu")  # the folder itself, as `lowbit generate` opens it
+    assert Generator(opened.model, None).generate([prompt], max_new_tokens=12, temperature=0.0)[0].tokens == expected
+    assert opened.tokenizer.encode(TEXT) == ours.tokenizer.encode(TEXT)
+
+    import_folder(out, tmp_path / "back")
+    again = load_run(tmp_path / "back", device="cpu")
+    assert again.step == 0
+    rows = again.tokenizer.vocab_size
+    for name, weight in ours.model.named_parameters():
+        table = name in ("embedding.weight", "head.weight")
+        assert torch.equal(again.model.get_parameter(name), weight[:rows] if table else weight), name
+    export(open_weights(tmp_path / "back"), tmp_path / "hf2", "fp32")
+    names = sorted(p.name for p in out.iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "hf2").iterdir())
+    for name in names:
+        assert (out / name).read_bytes() == (tmp_path / "hf2" / name).read_bytes(), name
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        import_folder(out, tmp_path / "back")
+
+
+def test_a_byte_model_is_exported_with_a_tokenizer_of_bytes(tiny_run: RunConfig, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    run = tmp_path / "run"
+    pretrain(replace(tiny_run, max_steps=1), run)
+    export(open_weights(run), tmp_path / "hf", "bf16")
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), bytes_tokenizer()
+    text = "naïve 東京 🙂\n\t x"
+    assert theirs.encode(text) == ours.encode(text) == list(text.encode())
+    assert theirs.decode(theirs.encode(text)) == text
+    assert theirs.eos_token_id == ours.eot_id == 256
+    assert "computes the same" in check_export(tmp_path / "hf")
+
+
+def test_a_run_begins_with_an_imported_model_and_goes_on(bpe_run: RunConfig, tmp_path: Path) -> None:
+    first = pretrain(bpe_run, tmp_path / "run")
+    export(open_weights(tmp_path / "run"), tmp_path / "hf", "fp32")
+    still = [
+        "max_steps=2",
+        "optim=adamw",
+        "optim.lr=1e-12",
+        "optim.schedule.warmup_steps=0",
+        f"data.cache_dir={tmp_path / 'data'}",
+    ]
+    still += ["data=files", f"data.sources.files.path={tmp_path / 'corpus'}", "data.sequence_length=32", "device=cpu"]
+    still += ["data.held_out=0.1", "evaluation.sample_tokens=4", "batch.sequences=4", "batch.micro_batch=4"]
+    still += ["evaluation.final_tokens=512", "evaluation.sample_prompt=doc", "precision.compute=fp32"]
+    for start in ("run", "hf"):
+        config = compose(with_start([f"init_from={tmp_path / start}", *still]))
+        validate(config)
+        assert config.model.width == 32 and config.data.tokenizer.kind is TokenizerKind.file
+        second = pretrain(config, tmp_path / f"from_{start}")
+        assert second.val_bpb == pytest.approx(first.val_bpb, abs=1e-4)
+    longer = compose(with_start([*still, f"init_from={tmp_path / 'hf'}", "model.max_sequence=999"]))
+    assert longer.model.max_sequence == 999
+    loaded = load_run(tmp_path / "hf", device="cpu")
+    assert loaded.config.model.max_sequence == 64 and loaded.config.data.sequence_length == 64
+    from_run = load_run(tmp_path / "from_run", device="cpu")
+    measured = evaluate(loaded.model, dataset_of(from_run).validation_batches(4, 512), loaded.tokenizer.token_bytes())
+    assert measured.bpb == pytest.approx(first.val_bpb, abs=1e-4)
+
+
+def test_beginnings_that_cannot_be(tiny_run: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is neither the folder of a run nor of a Hugging Face model"):
+        with_start([f"init_from={tmp_path}"])
+    with pytest.raises(ConfigError, match="model=tiny: the model comes from init_from"):
+        with_start([f"init_from={tmp_path}", "model=tiny"])
+    with pytest.raises(ConfigError, match="a sweep begins all its runs from one checkpoint"):
+        with_start(["init_from=a,b"])
+    assert with_start(["init_from=''", "seed=2"]) == ["init_from=''", "seed=2"]
+    run = tmp_path / "run"
+    pretrain(replace(tiny_run, max_steps=1), run)
+    config = replace(tiny_run, init_from=str(run), model=replace(tiny_run.model, width=64))
+    with pytest.raises(CheckpointError, match=r"weights are of another model .*attention\.k\.weight"):
+        pretrain(config, tmp_path / "other")
+    assert compose(with_start([f"init_from={run}"])).data.tokenizer.kind is TokenizerKind.bytes
+
+
+def test_exports_that_cannot_be(tiny_run: RunConfig, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    model = replace(tiny_run.model, logit_softcap=15.0)
+    pretrain(replace(tiny_run, max_steps=1, model=model), run)
+    with pytest.raises(CheckpointError, match=r"model\.logit_softcap=15\.0: no architecture"):
+        export(open_weights(run), tmp_path / "hf", "bf16")
+    with pytest.raises(CheckpointError, match="keeps no moving average"):
+        open_weights(run, averaged=True)
+    with pytest.raises(CheckpointError, match="is neither the folder of a run"):
+        open_weights(tmp_path)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_the_moving_average_is_exported_when_asked_for(tiny_run: RunConfig, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    optim = OptimConfig(ema_decay=0.5, schedule=ScheduleConfig(warmup_steps=0))
+    pretrain(replace(tiny_run, max_steps=3, optim=optim), run)
+    plain, averaged = open_weights(run), open_weights(run, averaged=True)
+    assert plain.tensors.keys() == averaged.tensors.keys()
+    assert not torch.equal(plain.tensors["embedding.weight"], averaged.tensors["embedding.weight"])
+
+
+def test_side_files_of_a_tokenizer_travel_along(bpe_run: RunConfig, tmp_path: Path) -> None:
+    pretrain(replace(bpe_run, max_steps=1), tmp_path / "run")
+    export(open_weights(tmp_path / "run"), tmp_path / "hf", "bf16")
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+    note = tmp_path / "hf" / "tokenizer_config.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"chat": "x"}))
+    import_folder(tmp_path / "hf", tmp_path / "back")
+    export(open_weights(tmp_path / "back"), tmp_path / "again", "bf16")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_a_tokenizer_that_is_not_there_or_too_large(bpe_run: RunConfig, tmp_path: Path) -> None:
+    pretrain(replace(bpe_run, max_steps=1), tmp_path / "run")
+    folder = tmp_path / "hf"
+    export(open_weights(tmp_path / "run"), folder, "bf16")
+    train_bpe(iter(f"some other word {i * 7919}" for i in range(400)), 310).save(tmp_path / "other")
+    right = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes((tmp_path / "other" / "tokenizer.json").read_bytes())
+    with pytest.raises(CheckpointError, match="the tokenizer has 310 tokens and the model 300 embeddings"):
+        load_run(folder, device="cpu")
+    (folder / "tokenizer.json").write_bytes(right)
+    load_run(folder, device="cpu")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="no tokenizer at"):
+        load_run(folder, device="cpu")
+    (folder / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"SentencePiece tokenizer but no tokenizer\.json"):
+        tokenizer_of(folder)
+
+
+def test_texts_begin_as_the_tokenizer_says() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    from lowbit.data.tokenizer import Tokenizer
+
+    plain = train_bpe(iter(["a b c " * 20]), 258)
+    assert plain.begin == [plain.eot_id] and bytes_tokenizer().begin == [256]
+    from tokenizers import Tokenizer as Backend
+
+    assert plain.definition is not None
+    backend = Backend.from_str(plain.definition.decode())
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
+    assert Tokenizer(backend.to_str().encode(), plain.eot).begin == [backend.token_to_id("<s>")]
+    assert ModelConfig().vocab_rows is None
