@@ -1,19 +1,37 @@
 """DeepSpeed, imported the way this project needs it, and our gradient reductions in place of its own.
 
-What is attached to, by stage (DeepSpeed 0.19.8; none of it is a public interface, hence the check of the version):
+What is attached to, by stage (DeepSpeed 0.19.8; none of it is a public interface, hence the check of the version, and
+each attachment compares its first result with DeepSpeed's own):
 
     0        nothing: the engine's own all-reduce is off, and ours runs before the step
-    1 and 2  `optimizer.average_tensor`, which gets a flat bucket of gradients while the backward pass goes on
+    1 and 2  `optimizer.gradient_reduction_w_predivide`, which gets a flat bucket of gradients while the backward pass
+             goes on, inside the stream for reductions; only the numbers whose optimizer states this rank keeps need to
+             come out right, so a bucket is reduced and scattered, which is half of an all-reduce
     3        `optimizer.__avg_scatter_grads`, which gets the whole gradients of a bucket and returns this rank's parts
+    weights  `all_gather_dp_groups` after the step (1 and 2); an attribute of parameters that says in which type they
+             are gathered (3)
+
+Gradients of vectors and of small matrices always travel in FP32: they are few, and norms suffer most from errors.
+
+Weights travel in BF16 where the model rounds them to BF16 anyway. Every rank, the owner included, then computes with
+the rounded ones; masters stay FP32. At stages 1 and 2 that is 2 bytes a parameter where FP32 takes 4.
 """
 
+import inspect
 import logging
 import os
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
-from lowbit.errors import ConfigError
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.errors import ConfigError, LowbitError
 
 OLDEST, BEFORE = (0, 19, 8), (0, 20)
 """Versions whose inner workings are known here: from the first on, below the second."""
@@ -52,19 +70,22 @@ def check_version(version: str) -> None:
         )
 
 
-def zero_config(stage: int, bucket_numbers: int, largest_vector: int, overlap: bool) -> dict[str, Any]:
+def zero_config(
+    stage: int, bucket_numbers: int, largest_vector: int, overlap: bool, ours: bool = False
+) -> dict[str, Any]:
     """DeepSpeed's settings for FP32 parameters, our own optimizer, loss scaling and clipping.
 
     Args:
         bucket_numbers: gradients in a bucket. largest_vector: size of the largest 1-D parameter; up to this size
-            ZeRO 3 leaves parameters whole. overlap: reduce on a stream of its own.
+            ZeRO 3 leaves parameters whole. overlap: reduce on a stream of its own. ours: `attach` will follow.
     """
     zero: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": True,
         "overlap_comm": overlap,
         "reduce_bucket_size": bucket_numbers,
-        "round_robin_gradients": stage in (1, 2),
+        "round_robin_gradients": stage in (1, 2),  # consecutive gradients belong to different ranks
+        "reduce_scatter": not (ours and stage in (1, 2)),  # false leads to the hook for whole buckets
         "stage3_param_persistence_threshold": largest_vector,
     }
     if stage in (1, 2):
@@ -82,3 +103,261 @@ def zero_config(stage: int, bucket_numbers: int, largest_vector: int, overlap: b
     if stage < 3:
         config["gradient_allreduce_op"] = "sum"
     return config
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank sent since the last `take`."""
+
+    gradients: float = 0.0
+    weights: float = 0.0
+
+    def take(self) -> dict[str, float]:
+        """What was counted, as metrics; starts anew."""
+        row = {"comm/gradient_bytes": self.gradients, "comm/weight_bytes": self.weights}
+        self.gradients = self.weights = 0.0
+        return row
+
+
+class Reducer(Protocol):
+    """Sums of large gradients over all ranks, in whatever code they travel; every rank calls it in the same order."""
+
+    sent: float
+    """Bytes that this rank sent, ever."""
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """flat [n] FP32, on every rank its own numbers -> their sum, in place; the same bits on every rank."""
+        ...
+
+    def reduce_scatter(self, chunks: list[Tensor]) -> Tensor:
+        """One chunk for each rank, of any lengths, the same on all ranks -> FP32, the sum of this rank's chunk."""
+        ...
+
+
+class Bf16Reducer:
+    """Sums in BF16 by the backend's own operations: what DeepSpeed and DDP users have today."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.sent = 0.0
+        self._rank = rank
+        self._world = world
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """See `Reducer.all_reduce`."""
+        rounded = flat.to(torch.bfloat16)
+        dist.all_reduce(rounded)
+        self.sent += 2 * (self._world - 1) / self._world * rounded.nbytes
+        flat.copy_(rounded)
+
+    def reduce_scatter(self, chunks: list[Tensor]) -> Tensor:
+        """See `Reducer.reduce_scatter`."""
+        length = max(chunk.numel() for chunk in chunks)
+        rows = chunks[0].new_zeros((self._world, length), dtype=torch.bfloat16)
+        for row, chunk in zip(rows, chunks, strict=True):
+            row[: chunk.numel()] = chunk
+        mine = rows.new_empty(length)
+        dist.reduce_scatter_tensor(mine, rows.view(-1))
+        self.sent += (self._world - 1) * mine.nbytes
+        return mine[: chunks[self._rank].numel()].float()
+
+
+@dataclass
+class Attachment:
+    """Our reductions in one DeepSpeed engine."""
+
+    engine: Any
+    stage: int
+    rank: int
+    world: int
+    reducer: Reducer
+    exact: set[int]
+    """Identities of the parameters whose gradients travel in FP32."""
+    traffic: Traffic = field(default_factory=Traffic)
+    _checked: bool = False
+    _pieces: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+
+    @property
+    def zero(self) -> Any:
+        return self.engine.optimizer
+
+    def attach(self) -> None:
+        """Take the place of DeepSpeed's reductions (stages 1 to 3). Raises LowbitError when they are not as known."""
+        replacement: Callable[..., Any]
+        if self.stage in (1, 2):
+            name, replacement = "gradient_reduction_w_predivide", self._reduce_bucket
+            expected = ["self", "tensor", "communication_data_type"]
+        elif self.stage == 3:
+            name, replacement = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", self._scatter_gradients
+            expected = ["self", "params_to_reduce", "communication_data_type"]
+        else:
+            return
+        stock = getattr(type(self.zero), name, None)
+        if stock is None or _arguments(stock) != expected:
+            raise LowbitError(f"deepspeed: {name} is not what this version of lowbit attaches to; install 0.19.8")
+        setattr(self.zero, name, replacement)
+
+    # Stage 0 --------------------------------------------------------------------------------------------------------
+
+    def reduce_whole(self, parameters: list[Tensor], bucket_numbers: int) -> None:
+        """Stage 0: sum all gradients over the ranks, in place."""
+        self._exact_sum([p.grad for p in parameters if p.grad is not None and id(p) in self.exact])
+        coded = [p.grad for p in parameters if p.grad is not None and id(p) not in self.exact]
+        for bucket in _buckets(coded, bucket_numbers):
+            flat = torch.cat([g.view(-1) for g in bucket])
+            stock = None if self._checked else flat.clone()
+            with self._counting():
+                self.reducer.all_reduce(flat)
+            if stock is not None:
+                dist.all_reduce(stock)
+                self._check(flat, stock)
+            _write_back(flat, bucket)
+
+    def _exact_sum(self, tensors: list[Tensor]) -> None:
+        """FP32 sums over the ranks, in place."""
+        if tensors:
+            flat = torch.cat([t.reshape(-1) for t in tensors])
+            dist.all_reduce(flat)
+            self.traffic.gradients += 2 * (self.world - 1) / self.world * flat.nbytes
+            _write_back(flat, tensors)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """What the reducer sends in this block counts as gradients."""
+        before = self.reducer.sent
+        yield
+        self.traffic.gradients += self.reducer.sent - before
+
+    # Stages 1 and 2 -------------------------------------------------------------------------------------------------
+
+    def _reduce_bucket(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
+        """In place of DeepSpeed's all-reduce of a flat bucket: this rank's numbers in it become sums over the ranks."""
+        stock = None
+        if not self._checked:
+            stock = tensor.clone()
+            type(self.zero).gradient_reduction_w_predivide(self.zero, stock, communication_data_type)
+        exact: list[Tensor] = []
+        chunks: list[list[Tensor]] = [[] for _ in range(self.world)]
+        offset = 0
+        for group, index, number in self.zero.ipg_buckets[communication_data_type].params:
+            parameter = self.zero.bit16_groups[group][index]
+            flat = tensor.narrow(0, offset, parameter.numel())
+            offset += parameter.numel()
+            if id(parameter) in self.exact:
+                exact.append(flat)
+                continue
+            for owner, start, count in self._owners(group, number, parameter.numel()):
+                chunks[owner].append(flat.narrow(0, start, count))
+        self._exact_sum(exact)
+        mine = self._reduce_chunks(chunks, tensor)
+        if stock is not None:
+            kept = chunks[self.rank]
+            places = [(t.storage_offset() - tensor.storage_offset(), t.numel()) for t in kept]
+            self._check(mine, torch.cat([stock.narrow(0, *place) for place in places]) if places else mine)
+        return tensor
+
+    def _reduce_chunks(self, chunks: list[list[Tensor]], like: Tensor) -> Tensor:
+        """Sum each rank's pieces over the ranks; this one's are written back, and returned end to end."""
+        flat = [torch.cat(pieces) if pieces else like.new_empty(0) for pieces in chunks]
+        if not any(chunk.numel() for chunk in flat):
+            return flat[self.rank]
+        with self._counting():
+            mine = self.reducer.reduce_scatter(flat)
+        _write_back(mine, chunks[self.rank])
+        return mine
+
+    def _owners(self, group: int, number: int, numel: int) -> list[tuple[int, int, int]]:
+        """Which ranks keep which (start, count) of a parameter's numbers."""
+        known = self._pieces.get(number)
+        if known is None:
+            offsets = self.zero.grad_start_offset[group]
+            ranks = sorted(self.zero.param_to_partition_ids[group][number], key=lambda rank: offsets[rank][number])
+            starts = [int(offsets[rank][number]) for rank in ranks]
+            ends = [*starts[1:], numel]
+            known = [(rank, start, end - start) for rank, start, end in zip(ranks, starts, ends, strict=True)]
+            self._pieces[number] = known
+        return known
+
+    # Stage 3 --------------------------------------------------------------------------------------------------------
+
+    def _scatter_gradients(self, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
+        """In place of DeepSpeed's reduce-scatter: this rank's part of each gradient's *mean* over the ranks."""
+        stock_method = type(self.zero)._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
+        exact = [p for p in params_to_reduce if id(p) in self.exact]
+        coded = [p for p in params_to_reduce if id(p) not in self.exact]
+        parts: dict[int, Tensor] = {}
+        if exact:
+            parts |= dict(zip(map(id, exact), stock_method(self.zero, exact, communication_data_type), strict=True))
+            self.traffic.gradients += (self.world - 1) / self.world * sum(p.grad.nbytes for p in exact)
+        if coded:
+            stock = None if self._checked else [g.clone() for g in self._stock_scatter(coded)]
+            pieces = [list(_thirds(p.grad.reshape(-1), self.world)) for p in coded]
+            chunks = [[cut[rank] for cut in pieces] for rank in range(self.world)]
+            flat = [torch.cat(chunk) for chunk in chunks]
+            with self._counting():
+                mine = self.reducer.reduce_scatter(flat) / self.world
+            lengths = [piece.numel() for piece in chunks[self.rank]]
+            parts |= dict(zip(map(id, coded), _cut(mine, lengths), strict=True))
+            if stock is not None:
+                self._check(mine, torch.cat([g.reshape(-1) for g in stock]))
+        return [parts[id(p)] for p in params_to_reduce]
+
+    def _stock_scatter(self, params: list[Any]) -> list[Tensor]:
+        from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+
+        copies = [p.grad.clone() for p in params]
+        result: list[Tensor] = reduce_scatter_coalesced(copies, self.zero.dp_process_group)
+        return result
+
+    # The first result -----------------------------------------------------------------------------------------------
+
+    def _check(self, ours: Tensor, stock: Tensor) -> None:
+        """Compare the first reduction with DeepSpeed's own; raises LowbitError when they are not the same thing."""
+        self._checked = True
+        if not ours.numel() or not bool(stock.isfinite().all()):
+            return
+        error = float((ours - stock).norm() / stock.norm().clamp(min=1e-30))
+        if not error < 0.2 and float(stock.norm()) > 0:
+            raise LowbitError(
+                f"comm: the first reduced gradients differ by {error:.0%} from what DeepSpeed's own reduction gives: "
+                "comm=none works; please report it with the version of deepspeed"
+            )
+
+
+def _arguments(function: Callable[..., Any]) -> list[str]:
+    """Names of a function's arguments; DeepSpeed's decorator for profiles hides them in a closure."""
+    inner = [cell.cell_contents for cell in function.__closure__ or () if inspect.isfunction(cell.cell_contents)]
+    return list(inspect.signature(inner[0] if len(inner) == 1 else function).parameters)
+
+
+def _buckets(tensors: list[Tensor], numbers: int) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of about `numbers` numbers together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > numbers:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _write_back(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Copy a flat tensor's numbers into the tensors that it was put together from."""
+    for tensor, numbers in zip(tensors, _cut(flat, [t.numel() for t in tensors]), strict=True):
+        tensor.copy_(numbers.view(tensor.shape))
+
+
+def _cut(flat: Tensor, lengths: list[int]) -> Iterator[Tensor]:
+    """A flat tensor in consecutive pieces, views of it."""
+    begin = 0
+    for length in lengths:
+        yield flat.narrow(0, begin, length)
+        begin += length
+
+
+def _thirds(flat: Tensor, world: int) -> Iterator[Tensor]:
+    """ZeRO 3's cut of a tensor into one part a rank: all of one length, the last ones shorter or empty."""
+    length = -(-flat.numel() // world)
+    for rank in range(world):
+        low = min(rank * length, flat.numel())
+        yield flat[low : min(low + length, flat.numel())]

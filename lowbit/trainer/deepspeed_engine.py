@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit.comm.deepspeed import load_deepspeed, zero_config
-from lowbit.configs.schema import RunConfig
+from lowbit.comm.deepspeed import Attachment, Bf16Reducer, Reducer, Traffic, load_deepspeed, zero_config
+from lowbit.comm.weights import count_gathers, gather_groups_in_bf16, gather_parameters_in_bf16
+from lowbit.configs.schema import CommKind, RunConfig, WeightsDtype
 from lowbit.data.batch import Batch
 from lowbit.errors import ConfigError
 from lowbit.models.transformer import Block, Transformer
@@ -65,6 +66,11 @@ class DeepSpeedEngine:
         self.stage = config.engine.zero_stage
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._parameters = dict(model.named_parameters())
+        self._bf16_weights = config.comm.weights is WeightsDtype.bf16 or (
+            config.comm.weights is WeightsDtype.auto and model.compute_dtype is torch.bfloat16
+        )
+        self._traffic = Traffic()
+        self._attachment: Attachment | None = None
         self._first_step = True
         self._ragged = False
         self._holding = False
@@ -79,8 +85,12 @@ class DeepSpeedEngine:
         self.shards = self._lay_out()
         self._make_states()
         self._watch_arrivals()
+        if self.world > 1:
+            self._attach(config)
         if self.stage == 3:
             self._keep_whole(model.embedding.weight, model.head_weight)
+        elif self._bf16_weights:
+            self.refresh()
 
     # Building -------------------------------------------------------------------------------------------------------
 
@@ -88,7 +98,8 @@ class DeepSpeedEngine:
         sizes = [p.numel() for p in self._parameters.values()]
         bucket = min(sum(sizes), config.engine.bucket_mib * MIB // 4)
         vectors = [p.numel() for p in self._parameters.values() if p.ndim < 2]
-        return zero_config(self.stage, bucket, max(vectors, default=0), overlap=self.device.type == "cuda")
+        ours = config.comm.kind is not CommKind.none and self.world > 1
+        return zero_config(self.stage, bucket, max(vectors, default=0), self.device.type == "cuda", ours)
 
     def _prepare_blocks(self, deepspeed: Any, config: RunConfig) -> None:
         """Recomputation and compilation. At stage 3 a block's weights come together, with no hooks inside its graph."""
@@ -127,6 +138,30 @@ class DeepSpeedEngine:
         if self.stage < 3:
             return groups
         return [groups[self._zero.sub_group_to_group_id[i]] for i in range(len(self.shards.groups))]
+
+    def _attach(self, config: RunConfig) -> None:
+        """Put our gradient reductions and our gathering of weights in place of DeepSpeed's, where asked for."""
+        if config.comm.kind is not CommKind.none:
+            exact = {id(p) for p in self._parameters.values() if _dims(p) < 2 or _numel(p) < config.comm.exact_below}
+            reducer = make_reducer(config.comm.kind, self.ranks)
+            self._attachment = Attachment(
+                self._ds, self.stage, self.rank, self.world, reducer, exact, traffic=self._traffic
+            )
+            self._attachment.attach()
+        if self.stage in (1, 2) and self._bf16_weights:
+            from deepspeed.runtime.zero import stage_1_and_2
+
+            rounded = {i for i, layout in enumerate(self.shards.groups) if len(layout.pieces[0][0]) >= 2}
+            gather_groups_in_bf16(stage_1_and_2, self._zero, rounded)
+        if self.stage == 3:
+            from deepspeed.runtime.zero import partition_parameters
+
+            if self._bf16_weights:
+                gather_parameters_in_bf16([p for p in self._parameters.values() if _dims(p) >= 2])
+            count_gathers(partition_parameters, self._count_weights)
+
+    def _count_weights(self, sent: int) -> None:
+        self._traffic.weights += sent
 
     def _keep_whole(self, *parameters: nn.Parameter) -> None:
         """Stage 3: gather these after every step and keep them; the head is used outside of any module's forward."""
@@ -170,7 +205,9 @@ class DeepSpeedEngine:
                     shape = getattr(parameter, "ds_shape", parameter.shape)
                     parameter.grad = torch.zeros(shape, dtype=parameter.dtype, device=self.device)
         self._hold_reduction(False)
-        if self.stage == 0:
+        if self.stage == 0 and self._attachment is not None:
+            self._attachment.reduce_whole(list(self._parameters.values()), self._bucket)
+        elif self.stage == 0:
             self._ds.allreduce_gradients(self._bucket)
         elif self.stage == 3:
             self._ds._flush_coalesced_reduction_zero3(self._zero)
@@ -236,6 +273,22 @@ class DeepSpeedEngine:
             torch._foreach_mul_(self._gradients(), gradient_scale)
         self._optimizer.set_lr_scale(lr_scale)
         self._ds.step()
+        self._count_fixed_traffic()
+
+    def _count_fixed_traffic(self) -> None:
+        """What DeepSpeed's own operations sent in a step: ring all-reduces and gathers."""
+        if self._attachment is None:
+            passes = 1 if self.stage == 3 else 2
+            numbers = sum(part.shape.numel() for part in self.shards.parts.values())
+            self._traffic.gradients += passes * 4 * numbers * (self.world - 1) / self.world
+        if self.stage in (1, 2):
+            for layout in self.shards.groups:
+                rounded = self._bf16_weights and len(layout.pieces[0][0]) >= 2
+                self._traffic.weights += layout.size * (2 if rounded else 4) * (self.world - 1)
+
+    def traffic(self) -> dict[str, float]:
+        """See `Engine.traffic`."""
+        return self._traffic.take()
 
     @property
     def _bucket(self) -> int:
@@ -355,6 +408,23 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         self._ds.destroy()
+
+
+def make_reducer(kind: CommKind, ranks: Ranks) -> Reducer:
+    """What sums large gradients over the ranks."""
+    if kind is CommKind.bf16:
+        return Bf16Reducer(ranks.rank, ranks.world)
+    raise ConfigError(f"comm.kind={kind} is not there yet: comm.kind=bf16 or none would work")
+
+
+def _dims(parameter: Any) -> int:
+    """Dimensions of a parameter, also of one that is partitioned."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _numel(parameter: Any) -> int:
+    """Numbers of a parameter, also of one that is partitioned."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 @contextmanager

@@ -50,6 +50,10 @@ class Engine(Protocol):
         """Optimizer step on `gradient_scale * gradients` at `lr_scale` times the peak rates; clears the gradients."""
         ...
 
+    def traffic(self) -> dict[str, float]:
+        """Bytes that this rank has sent to others since the last call, as metrics; empty with one process."""
+        ...
+
     def groups(self) -> list[GroupRow]:
         """The parameter groups with their peak learning rates, for printing."""
         ...
@@ -127,6 +131,10 @@ class LocalEngine:
         self.optimizer.set_lr_scale(lr_scale)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def traffic(self) -> dict[str, float]:
+        """See `Engine.traffic`."""
+        return {}
 
     def groups(self) -> list[GroupRow]:
         """See `Engine.groups`."""

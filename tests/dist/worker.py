@@ -157,10 +157,11 @@ def run_case(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.dev
         load(engine, load_file(case["load"]) if ranks.first else {})
     objective = OBJECTIVES[case.get("objective", "next_token")]
     rows = train(engine, ranks, case.get("steps", 3), objective, case.get("first", 0))
+    traffic = engine.traffic()
     saved = tensors(engine)
     prints = ranks.gather(fingerprint(engine))
     if ranks.first:
-        (folder / f"{case['name']}.json").write_text(json.dumps({"rows": rows, "weights": prints}))
+        (folder / f"{case['name']}.json").write_text(json.dumps({"rows": rows, "weights": prints, "traffic": traffic}))
         save_file(saved, folder / f"{case['name']}.safetensors")
     engine.close()
 
