@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowbit.configs.compose import CONFIG_MODULE, CONFIG_NAME, compose_tree, to_run_config, to_yaml
-from lowbit.configs.overrides import expand_sweep, for_hydra, sweep_keys
+from lowbit.configs.compose import CONFIG_MODULE, compose_for, compose_tree, to_config, to_yaml
+from lowbit.configs.overrides import PRETRAIN, Command, expand_sweep, for_hydra, sweep_keys
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.validate import check_world, validate
 from lowbit.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, Interrupted, LowbitError
@@ -44,12 +44,32 @@ class Outcome:
         return f"job {self.job} ({' '.join(self.settings)})"
 
 
-def checked(overrides: Sequence[str]) -> RunConfig:
+def _pretrain(config: Any, run_dir: Path) -> None:
+    from lowbit.trainer.run import pretrain
+
+    pretrain(config, run_dir)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a command does with a configuration."""
+
+    command: Command[RunConfig] = PRETRAIN
+    work: Callable[[Any, Path], None] = _pretrain
+    """From a configuration of the command's class, and the run's folder, to a finished job."""
+    check: Callable[[Any], None] = validate
+    """Raises ConfigError for a configuration that cannot work."""
+
+
+PRETRAINING = Task()
+
+
+def checked(overrides: Sequence[str], task: Task = PRETRAINING) -> RunConfig:
     """The configuration of one run, composed and validated. Raises ConfigError."""
     from lowbit.trainer.precision import check_precision
 
-    config = to_run_config(compose_tree(overrides))
-    validate(config)
+    config = compose_for(task.command, overrides)
+    task.check(config)
     check_precision(config)
     check_world(config, _world())
     return config
@@ -60,59 +80,57 @@ def _world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def print_config(overrides: Sequence[str], *, multirun: bool, resolved: bool) -> None:
+def print_config(overrides: Sequence[str], *, multirun: bool, resolved: bool, task: Task = PRETRAINING) -> None:
     """Print the configuration of the run, or of each job of a sweep as one YAML document."""
     from omegaconf import OmegaConf
 
     documents = []
-    for settings in expand_sweep(overrides) if multirun else [list(overrides)]:
-        config = checked(settings)
-        documents.append(to_yaml(config) if resolved else OmegaConf.to_yaml(compose_tree(settings)))
+    for settings in expand_sweep(overrides, task.command) if multirun else [list(overrides)]:
+        config = checked(settings, task)
+        documents.append(to_yaml(config) if resolved else OmegaConf.to_yaml(compose_tree(settings, task.command)))
     print("---\n".join(documents), end="")
 
 
-def run_one(overrides: Sequence[str]) -> None:
-    """Train one model; whatever the job raises is raised here."""
-    config = checked(overrides)
+def run_one(overrides: Sequence[str], task: Task = PRETRAINING) -> None:
+    """Do one job; whatever it raises is raised here."""
+    config = checked(overrides, task)
     if os.environ.get("RANK", "0") != "0":  # rank 0 has the run's folder, its log and Hydra
-        from lowbit.trainer.run import pretrain
-
-        pretrain(config, Path())
+        task.work(config, Path())
         return
     failure: list[Exception] = []
 
     def job(tree: Any) -> None:
         try:
-            _train(tree)
+            _work(tree, task)
         except Exception as error:
             _log(error)
             failure.append(error)
 
-    _under_hydra(job, for_hydra(overrides))
+    _under_hydra(job, for_hydra(overrides), task)
     if failure:
         raise failure[0]
 
 
-def run_sweep(overrides: Sequence[str]) -> None:
+def run_sweep(overrides: Sequence[str], task: Task = PRETRAINING) -> None:
     """Train every combination in turn; a failed job does not stop the others.
 
     Prints a table of the runs at the end. Raises LowbitError naming the failed jobs, if any; Interrupted at once.
     """
     if _world() > 1:
         raise ConfigError(f"-m with {_world()} processes: a sweep starts its runs from one; start torchrun once a run")
-    jobs = expand_sweep(overrides)
+    jobs = expand_sweep(overrides, task.command)
     swept = sweep_keys(overrides)
     for number, settings in enumerate(jobs):
         try:
-            checked(settings)
+            checked(settings, task)
         except ConfigError as error:
             raise ConfigError(f"job {number} ({' '.join(_only(settings, swept))}): {error}") from None
-    sweep_dir = _sweep_dir([s for s, key in zip(jobs[0], _keys(jobs[0]), strict=True) if key not in swept])
+    sweep_dir = _sweep_dir([s for s, key in zip(jobs[0], _keys(jobs[0]), strict=True) if key not in swept], task)
     quoted = "'" + str(sweep_dir).replace("'", "\\'") + "'"
     interrupted = False
     try:
         arguments = ["--multirun", *for_hydra(overrides), f"hydra.sweep.dir={quoted}"]
-        _under_hydra(lambda tree: _sweep_job(tree, swept), arguments)
+        _under_hydra(lambda tree: _sweep_job(tree, swept, task), arguments, task)
     except Interrupted:
         interrupted = True
     outcomes = _outcomes(sweep_dir)
@@ -125,16 +143,14 @@ def run_sweep(overrides: Sequence[str]) -> None:
         raise LowbitError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}; see {sweep_dir}/*/run.log")
 
 
-def _train(tree: Any) -> None:
+def _work(tree: Any, task: Task) -> None:
     """The job itself: from Hydra's configuration to a finished run."""
     from hydra.core.hydra_config import HydraConfig
 
-    from lowbit.trainer.run import pretrain
-
-    pretrain(to_run_config(tree), Path(HydraConfig.get().runtime.output_dir))
+    task.work(to_config(task.command, tree), Path(HydraConfig.get().runtime.output_dir))
 
 
-def _sweep_job(tree: Any, swept: Sequence[str]) -> None:
+def _sweep_job(tree: Any, swept: Sequence[str], task: Task) -> None:
     """One job of a sweep: failures are printed and written down, interruption ends the sweep."""
     from hydra.core.hydra_config import HydraConfig
 
@@ -143,7 +159,7 @@ def _sweep_job(tree: Any, swept: Sequence[str]) -> None:
     settings = _only(hydra.overrides.task, swept)
     outcome = Outcome(hydra.job.num, settings)
     try:
-        _train(tree)
+        _work(tree, task)
     except KeyboardInterrupt:
         outcome = Outcome(hydra.job.num, settings, EXIT_INTERRUPTED, "interrupted")
         raise
@@ -201,19 +217,20 @@ def _only(settings: Sequence[str], keys: Sequence[str]) -> list[str]:
     return [s.lstrip("+") for s, key in zip(settings, _keys(settings), strict=True) if key in keys]
 
 
-def _sweep_dir(overrides: Sequence[str]) -> Path:
+def _sweep_dir(overrides: Sequence[str], task: Task) -> Path:
     """The folder of this sweep, its date resolved once and for all."""
-    tree = compose_tree(overrides, with_hydra=True)
+    tree = compose_tree(overrides, task.command, with_hydra=True)
     return Path(str(tree.hydra.sweep.dir))
 
 
-def _under_hydra(job: Callable[[Any], None], arguments: Sequence[str]) -> None:
+def _under_hydra(job: Callable[[Any], None], arguments: Sequence[str], task: Task) -> None:
     """Run `job` through `hydra.main` as if `arguments` had been given to a script of its own."""
     import hydra
 
-    with _as_script([CONFIG_NAME, *arguments]):
+    name = task.command.name
+    with _as_script([name, *arguments]):
         try:
-            hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name=CONFIG_NAME)(job)()
+            hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name=name)(job)()
         except KeyboardInterrupt:
             raise Interrupted("interrupted; the same command goes on from the newest checkpoint") from None
         except OSError as error:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowbit.configs.overrides import check, expand_sweep, with_own_limits
+from lowbit.configs.overrides import COMMANDS, PRETRAIN, Command, Config, check, expand_sweep, with_own_limits
 from lowbit.configs.schema import DataConfig, RunConfig
 from lowbit.configs.stored import load_config, plain, save_config, to_yaml
 from lowbit.configs.strict import build
@@ -19,16 +19,17 @@ from lowbit.errors import ConfigError
 
 __all__ = [
     "compose",
+    "compose_for",
     "compose_tree",
     "expand_sweep",
     "load_config",
     "register_schema",
     "save_config",
+    "to_config",
     "to_run_config",
     "to_yaml",
 ]
 
-CONFIG_NAME = "pretrain"
 CONFIG_MODULE = "lowbit.configs"
 
 
@@ -36,11 +37,12 @@ def register_schema() -> None:
     """Hand Hydra the base of the defaults list: every key with its default; data sources come from their group."""
     from hydra.core.config_store import ConfigStore
 
-    base = dataclasses.replace(RunConfig(), data=DataConfig(sources={}))
-    ConfigStore.instance().store(name="schema", node=plain(base), provider="lowbit")
+    for command in COMMANDS:
+        base = dataclasses.replace(command.config(), data=DataConfig(sources={}))
+        ConfigStore.instance().store(name=f"{command.name}_schema", node=plain(base), provider="lowbit")
 
 
-def compose_tree(overrides: Sequence[str], *, with_hydra: bool = False) -> Any:
+def compose_tree(overrides: Sequence[str], command: Command[RunConfig] = PRETRAIN, *, with_hydra: bool = False) -> Any:
     """Hydra's DictConfig for one run, checked but not yet typed; `with_hydra` keeps the `hydra` node.
 
     Raises ConfigError (one line) for every mistake in `overrides` and for whatever Hydra refuses.
@@ -49,17 +51,22 @@ def compose_tree(overrides: Sequence[str], *, with_hydra: bool = False) -> Any:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    checked = check(with_own_limits(overrides))
+    checked = check(with_own_limits(overrides), command)
     register_schema()
     try:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            return hydra.compose(CONFIG_NAME, overrides=checked, return_hydra_config=with_hydra)
+            return hydra.compose(command.name, overrides=checked, return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error, overrides)) from None
 
 
 def to_run_config(tree: Any) -> RunConfig:
-    """A composed DictConfig (or plain mapping) as RunConfig: interpolations resolved, then built strictly."""
+    """`to_config` of a pretraining run."""
+    return to_config(PRETRAIN, tree)
+
+
+def to_config(command: Command[Config], tree: Any) -> Config:
+    """A composed DictConfig (or plain mapping) as the command's class: interpolations resolved, then built strictly."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -72,12 +79,17 @@ def to_run_config(tree: Any) -> RunConfig:
             raise ConfigError(_one_line(error, [])) from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"the configuration is a {type(tree).__name__}, not a mapping of keys")
-    return build(RunConfig, tree)
+    return build(command.config, tree)
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of one run from its overrides, typed; `validate.validate` checks that it can run."""
-    return to_run_config(compose_tree(overrides))
+    return compose_for(PRETRAIN, overrides)
+
+
+def compose_for(command: Command[Config], overrides: Sequence[str] = ()) -> Config:
+    """The same of another command."""
+    return to_config(command, compose_tree(overrides, command))
 
 
 def _one_line(error: Exception, overrides: Sequence[str]) -> str:

@@ -7,10 +7,11 @@ about the rest. The result is a list of overrides that Hydra can apply as they s
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema import DistillConfig, RunConfig
 from lowbit.configs.strict import build, fields_of, locate, nearest, schema_paths, show, suggest
 from lowbit.errors import ConfigError
 
@@ -18,28 +19,47 @@ FREE_NAMES = ("data.sources.", "precision.define.")
 """Keys below these prefixes are names the user chooses, so they may be added and deleted."""
 
 
-def groups() -> dict[str, list[str]]:
-    """Preset groups and their choices: the folders beside this module that hold YAML files."""
+Config = TypeVar("Config", bound=RunConfig, covariant=True)
+
+
+@dataclass(frozen=True)
+class Command(Generic[Config]):
+    """A command whose settings are composed from NAME.yaml beside this module."""
+
+    name: str
+    config: type[Config]
+    presets: str
+    """The group, its own, whose choices set everything at once."""
+
+
+PRETRAIN = Command("pretrain", RunConfig, "preset")
+DISTILL = Command("distill", DistillConfig, "distill")
+COMMANDS: tuple[Command[RunConfig], ...] = (PRETRAIN, DISTILL)
+
+
+def groups(command: Command[RunConfig] | None = PRETRAIN) -> dict[str, list[str]]:
+    """Preset groups of a command (None: of all) and their choices: folders beside this module that hold YAML files."""
+    others = {c.presets for c in COMMANDS if command is not None and c is not command}
     folders = sorted((f for f in resources.files("lowbit.configs").iterdir() if f.is_dir()), key=lambda f: f.name)
     choices = {
         f.name: sorted(y.name.removesuffix(".yaml") for y in f.iterdir() if y.name.endswith(".yaml")) for f in folders
     }
-    return {name: found for name, found in choices.items() if found}
+    return {name: found for name, found in choices.items() if found and name not in others}
 
 
-def parse(text: str) -> Any:
+def parse(text: str, command: Command[RunConfig] = PRETRAIN) -> Any:
     """Hydra's `Override` for one argument. Raises ConfigError for what is no override at all."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     if text.startswith("-"):
         name = text.lstrip("-").split("=")[0].replace("-", "_")
-        best = nearest(name, schema_paths())
+        best = nearest(name, schema_paths(command.config))
         raise ConfigError(
             f"{text}: there is no such option; settings are given as {best or 'key'}=value, without dashes"
         )
     if "=" not in text and not text.startswith("~"):
-        best = nearest(text, [*schema_paths(), *groups()])
+        best = nearest(text, [*schema_paths(command.config), *groups(command)])
         raise ConfigError(f"{text}: not an override; write key=value{f', for example {best}=...' if best else ''}")
     try:
         return OverridesParser.create().parse_override(text)
@@ -56,25 +76,25 @@ def is_hydra(override: Any) -> bool:
     return key == "hydra" or key.startswith(("hydra.", "hydra/"))
 
 
-def check(overrides: Sequence[str]) -> list[str]:
+def check(overrides: Sequence[str], command: Command[RunConfig] = PRETRAIN) -> list[str]:
     """Overrides of one run, each checked against the schema and rewritten for Hydra. Raises ConfigError."""
-    parsed = [parse(text) for text in overrides]
+    parsed = [parse(text, command) for text in overrides]
     own_presets = any(str(p.key_or_group) == "hydra.searchpath" for p in parsed)
-    return [p.input_line if is_hydra(p) else _check_one(p, own_presets) for p in parsed]
+    return [p.input_line if is_hydra(p) else _check_one(p, own_presets, command) for p in parsed]
 
 
-def _check_one(override: Any, own_presets: bool) -> str:
+def _check_one(override: Any, own_presets: bool, command: Command[RunConfig]) -> str:
     key, text = str(override.key_or_group), str(override.input_line)
     if override.is_sweep_override():
         raise ConfigError(f"{text}: several values make a sweep; add -m, or write a list as [a, b], or quote the text")
-    choices = groups()
+    choices = groups(command)
     if override.package is not None:
         raise ConfigError(f"{text}: packages (@) are not used here; write {key}=...")
     if override.is_delete():
-        return _check_delete(key, text, choices)
+        return _check_delete(key, text, choices, command)
     if key in choices:
         return _check_choice(key, override.value(), text, choices[key], own_presets)
-    hint = _locate(key, text.partition("=")[2], choices)
+    hint = _locate(key, text.partition("=")[2], choices, command)
     value = override.value()
     if not (isinstance(value, str) and "${" in value):  # interpolations are checked once resolved
         try:
@@ -115,14 +135,20 @@ def sweep_keys(overrides: Sequence[str]) -> list[str]:
     return [str(p.key_or_group) for p in map(parse, overrides) if p.is_sweep_override()]
 
 
-def _locate(key: str, value: str, choices: dict[str, list[str]]) -> Any:
-    if "." not in key and key not in fields_of(RunConfig):
-        best = nearest(key, [*schema_paths(), *choices])
+def _locate(key: str, value: str, choices: dict[str, list[str]], command: Command[RunConfig]) -> Any:
+    root: type = command.config
+    if "." not in key and key not in fields_of(root):
+        if key in groups(None):
+            raise ConfigError(
+                f"{key}={value}: {key} belongs to another command; lowbit {command.name} takes {command.presets}="
+                f"{' or '.join(choices[command.presets])}"
+            )
+        best = nearest(key, [*schema_paths(root), *choices])
         if best in choices:
             raise ConfigError(
                 f"{key}={value}: there is no key {key!r}; groups are {', '.join(choices)}; nearest: {best}"
             )
-    return locate(key, value)
+    return locate(key, value, root)
 
 
 def _check_choice(group: str, value: Any, text: str, choices: list[str], own_presets: bool) -> str:
@@ -136,28 +162,28 @@ def _check_choice(group: str, value: Any, text: str, choices: list[str], own_pre
     return text.lstrip("+")
 
 
-def _check_delete(key: str, text: str, choices: dict[str, list[str]]) -> str:
-    if key == "preset":
+def _check_delete(key: str, text: str, choices: dict[str, list[str]], command: Command[RunConfig]) -> str:
+    if key == command.presets:
         return text
     if key.startswith(FREE_NAMES) and key.count(".") == 2:
         return text
     if key not in choices:
-        locate(key)
+        locate(key, root=command.config)
     raise ConfigError(
         f"{text}: a run needs {key}; only the preset and entries of data.sources and precision.define can be removed"
     )
 
 
-def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
+def expand_sweep(overrides: Sequence[str], command: Command[RunConfig] = PRETRAIN) -> list[list[str]]:
     """Every combination of a multirun's comma lists, in Hydra's order, as override lists of single runs.
 
     `choice(...)`, `range(...)` and `glob(...)` count as lists. Intervals have no list: they need a sweeper plug-in,
     and Hydra's own sweeper refuses them, so they are an error here.
     """
-    choices = groups()
+    choices = groups(command)
     columns: dict[str, list[str]] = {}
     for text in overrides:
-        override = parse(text)
+        override = parse(text, command)
         key = str(override.key_or_group)
         if not override.is_sweep_override():
             columns[key] = [text]  # the last of several settings of a key wins, as in Hydra

@@ -104,19 +104,19 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def unknown_key(key: str, value: str | None, section: type, prefix: str) -> ConfigError:
+def unknown_key(key: str, value: str | None, section: type, prefix: str, root: type = RunConfig) -> ConfigError:
     """The error for a key that does not exist: its section's keys, and the nearest of them or of the whole schema."""
     given = key if value is None else f"{key}={value}"
     names = ", ".join(fields_of(section))
     where = f"{prefix.rstrip('.')} takes {names}" if prefix else f"top-level keys are {names}"
     best = nearest(key.removeprefix(prefix), fields_of(section))
-    hint = f"; nearest: {prefix}{best}" if best else suggest(key, schema_paths())
+    hint = f"; nearest: {prefix}{best}" if best else suggest(key, schema_paths(root))
     return ConfigError(f"{given}: there is no key {key!r}; {where}{hint}")
 
 
-def locate(key: str, value: str | None = None) -> Any:
-    """The type of a dotted key; `value` is only shown in the error. Raises ConfigError for an unknown key."""
-    hint: Any = RunConfig
+def locate(key: str, value: str | None = None, root: type = RunConfig) -> Any:
+    """The type of a dotted key of `root`; `value` is only shown in the error. Raises ConfigError for an unknown key."""
+    hint: Any = root
     prefix = ""
     section: type
     for part in key.split("."):
@@ -129,13 +129,13 @@ def locate(key: str, value: str | None = None) -> Any:
         elif dataclasses.is_dataclass(hint):
             section = typing.cast(type, hint)
             if part not in fields_of(section):
-                raise unknown_key(key, value, section, prefix)
+                raise unknown_key(key, value, section, prefix, root)
             hint = fields_of(section)[part]
         else:
             parent = prefix.rstrip(".")
             raise ConfigError(
                 f"{key}{'' if value is None else f'={value}'}: {parent} is {accepted(hint)} and has no keys below it"
-                + suggest(key, schema_paths())
+                + suggest(key, schema_paths(root))
             )
         prefix += f"{part}."
     return hint
