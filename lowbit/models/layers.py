@@ -1,4 +1,4 @@
-"""The layers everything else is built from: Linear, RMSNorm, Embedding, and the KV-cache protocol.
+"""The layers everything else is built from: Linear, GroupedLinear, RMSNorm, Embedding, and the KV-cache protocol.
 
 Parameters are FP32 masters. A matrix product runs in its input's type: the weight is rounded to that type at use,
 so the only state is the FP32 weight and a checkpoint never depends on the compute type. The rounding costs
@@ -45,6 +45,37 @@ class Linear(nn.Module):
         return f"{self.in_features}, {self.out_features}"
 
 
+class GroupedLinear(nn.Module):
+    """One Linear for each of several groups of rows: experts. FP32 master weight [experts, out, in].
+
+    Rows [offsets[e - 1], offsets[e]) of x belong to expert e; an expert may have none. One product for all of them.
+    """
+
+    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.zeros(experts, out_features, in_features))
+        self.frozen: Tensor | None = None
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """x [rows, in], offsets int32 [experts], the last one equal to rows -> [rows, out]."""
+        weight = self.weight.to(x.dtype) if self.frozen is None else self.frozen
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+
+    def freeze(self, dtype: torch.dtype) -> None:
+        """See `Linear.freeze`."""
+        self.frozen = self.weight.detach().to(dtype)
+
+    def project_together(self, x: Tensor, offsets: Tensor, others: "Sequence[GroupedLinear]") -> tuple[Tensor, ...]:
+        """Outputs of layers that read the same rows; see `Linear.project_together`."""
+        return tuple(linear(x, offsets) for linear in (self, *others))
+
+    def extra_repr(self) -> str:
+        return f"{self.experts} x {self.in_features}, {self.out_features}"
+
+
 def project(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     """The outputs of layers that read the same x [..., in]: [..., out] each."""
     return linears[0].project_together(x, linears[1:])
@@ -57,7 +88,7 @@ def frozen_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     For generation and other passes in which no weight changes and no gradient is wanted: none reaches the masters
     inside it. A low-bit layer's copy holds the numbers that its quantiser makes of the weight.
     """
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    linears = [module for module in model.modules() if isinstance(module, (Linear, GroupedLinear))]
     try:
         for linear in linears:
             linear.freeze(dtype)

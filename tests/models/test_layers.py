@@ -1,0 +1,34 @@
+"""Grouped products against one product a group, in FP64."""
+
+import pytest
+import torch
+
+from lowbit.models.layers import GroupedLinear, frozen_weights
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [0, 0, 0, 8], [2, 2, 2, 2]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_group_meets_its_own_weight(sizes: list[int], dtype: torch.dtype) -> None:
+    layer = GroupedLinear(4, 16, 24)
+    torch.nn.init.normal_(layer.weight)
+    x = torch.randn(8, 16).to(dtype).requires_grad_()
+    offsets = torch.tensor(sizes).cumsum(0).int()
+    y = layer(x, offsets)
+    assert y.dtype == dtype and y.shape == (8, 24)
+    seed = torch.randn_like(y)
+    y.backward(seed)
+
+    wide, weight = x.detach().double().requires_grad_(), layer.weight.detach().to(dtype).double().requires_grad_()
+    expected = torch.cat([rows @ weight[e].t() for e, rows in enumerate(wide.split(sizes))])
+    expected.backward(seed.double())
+    tolerance = 1e-5 if dtype is torch.float32 else 0.05
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+    for ours, reference in ((x.grad, wide.grad), (layer.weight.grad, weight.grad)):
+        assert ours is not None and reference is not None
+        torch.testing.assert_close(ours.double(), reference, rtol=tolerance, atol=tolerance)
+    assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
+    with torch.no_grad(), frozen_weights(layer, dtype):
+        assert torch.equal(layer(x, offsets), y)
+        layer.weight.zero_()
+        assert torch.equal(layer(x, offsets), y)
+    assert layer.frozen is None
