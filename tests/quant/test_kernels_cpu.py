@@ -1,5 +1,6 @@
 """The C++ quantisers give the reference's bits: every spec, rotation, layout and special value."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from oracles import same_bits
 from lowbit.quant import spec as S
 from lowbit.quant.kernels import cpu, ops
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
+from lowbit.quant.quantise import fake_quantise
 from lowbit.quant.spec import SPECS, QuantSpec, Rounding, Scale
 
 KEY, CLOCK = make_key(7, "a"), make_clock(3, 4, 5)
@@ -29,7 +31,7 @@ MORE = (
 ALL = [None, *SPECS.values(), *MORE]
 each_spec = pytest.mark.parametrize("spec", ALL, ids=lambda s: f"{s.name}-{s.rounding.value}" if s else "BF16")
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason=f"no C++ quantisers here: {cpu.missing()}")
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, cpu.COMPILERS)), reason="no C++ compiler")
 
 
 def tensors() -> Iterator[torch.Tensor]:
@@ -74,6 +76,16 @@ def test_operands_scales_and_codes_have_the_references_bits(spec: QuantSpec | No
             outer = want[4] if want[4].numel() else None
             cpu.run_unpack(want[2], want[3], outer, spec, ops._padded(back.shape[1], spec), back)
             assert same_bits(back, want[0])
+
+
+def test_every_spec_has_a_kernel_and_odd_ones_the_reference() -> None:
+    assert cpu.missing() is None
+    assert all(cpu.handles(spec) for spec in ALL)
+    odd = replace(S.NVFP4_POW2, block=(1, 32))
+    assert not cpu.handles(odd)
+    x = torch.randn(20, 72)
+    out = ops.factor_op(x, None, KEY, CLOCK, None, None, ops.spec_text(odd), LANE, torch.float32, True, True)
+    assert same_bits(out[0], fake_quantise(x, odd).float())
 
 
 def test_several_threads_give_the_same_bits() -> None:

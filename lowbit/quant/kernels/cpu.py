@@ -81,6 +81,15 @@ def library() -> ctypes.CDLL | None:
     return _build()[0]
 
 
+def handles(spec: QuantSpec | None) -> bool:
+    """Whether there is a library and it knows this kind of spec."""
+    if library() is None:
+        return False
+    if spec is None or spec.scale not in E4M3_SCALES:
+        return spec is None or (spec.block[1] % 16 == 0 and (spec.block[0] > 0 or spec.block[1] == 0))
+    return spec.block in ((1, 16), (16, 16))
+
+
 def missing() -> str | None:
     """Why there is no library, in a few words; None if there is one."""
     return _build()[1]

@@ -79,7 +79,7 @@ def factor_op(
     """
     found = spec_of(spec)
     out = _allocate(x, signs, found, dtype, operand, codes)
-    if cpu.library() is not None:
+    if cpu.handles(found):
         padded = _padded(_width(x.shape[1], signs), found)
         cpu.run_factor(x, found, signs, key, clock, lane, choice, amax, padded, out)
         return out
@@ -189,7 +189,7 @@ def unpack_op(
     found = spec_of(spec)
     assert found is not None
     operand = data.new_empty((rows, width), dtype=dtype)
-    if cpu.library() is not None:
+    if cpu.handles(found):
         cpu.run_unpack(data, scales, outer, found, _padded(width, found), operand)
         return operand
     shape = scales.shape[0], scales.shape[1]

@@ -17,7 +17,7 @@ constexpr uint32_t SIGN = 0x80000000u, MAGNITUDE = 0x7FFFFFFFu, MANTISSA = 0x007
 constexpr uint32_t INFINITE = 0x7F800000u, QUIET_NAN = 0x7FC00000u;
 constexpr float LARGEST = 3.4028234663852886e38f;
 constexpr int STRIP = 16;    // rows a thread reads together, so that a transposed read uses whole cache lines
-constexpr int LANES = 16;    // elements rounded together
+constexpr int LANES = 16;    // elements in a block of two levels
 constexpr int GROUP = 128;   // elements under one outer scale of a block, and under one correction of MS-EDEN
 
 enum ScaleKind { BF16_ONLY, E8M0_UP, E8M0_FLOOR, E4M3_NEAREST, E4M3_UP, FP32, POWER_OF_TWO };
@@ -109,42 +109,44 @@ const Format E4M3 = {0x43E00000u /* 448 */, 3, 121, 8, false, true, 0x7F};
 
 enum Mode { TO_NEAREST, UPWARDS, AT_RANDOM };
 
-template <Mode mode>
-inline void round_one(float x, const Format& f, int32_t noise, float& value, uint8_t& code) {
-    uint32_t b = bits_of(x), magnitude = b & MAGNITUDE, m = std::min(magnitude, f.max_bits);
-    int e = int(m >> 23), field = std::max(e, f.min_field);
-    int drop = 23 - f.mantissa + field - std::max(e, 1);
-    uint32_t integer = (m & MANTISSA) | (e > 0 ? 0x800000u : 0u), steps;
-    if (mode == AT_RANDOM) {
-        uint32_t sixteenths = ((integer >> std::min(drop - 17, 26)) + 1) >> 1;
-        steps = (sixteenths + uint32_t(noise)) >> 16;
-    } else {
-        int d = std::min(drop, 26);
-        uint32_t one = 1u << d;
-        uint32_t added = mode == UPWARDS ? one - 1 : (one >> 1) - 1 + ((integer >> d) & 1);
-        steps = (integer + added) >> d;
+// n numbers to the format's grid and its codes. One flat loop without branches, which compilers turn into vectors.
+template <Mode mode, bool integer>
+void round_as(const float* __restrict x, int64_t n, const Format& f, const int32_t* __restrict noise,
+              float* __restrict values, uint32_t* __restrict codes) {
+    const uint32_t max_bits = f.max_bits, nan_value = f.has_nan ? QUIET_NAN : 0u, nan_code = f.has_nan ? f.nan_code : 0u;
+    const int mantissa = f.mantissa, min_field = f.min_field, sign_shift = 32 - f.code_bits;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t b = bits_of(x[i]), magnitude = b & MAGNITUDE, m = std::min(magnitude, max_bits);
+        const int e = int(m >> 23), field = std::max(e, min_field);
+        const int drop = 23 - mantissa + field - std::max(e, 1);
+        const uint32_t significand = (m & MANTISSA) | (uint32_t(std::min(e, 1)) << 23);
+        uint32_t steps;
+        if (mode == AT_RANDOM) {
+            const int d = std::min(drop - 17, 26);
+            const uint32_t sixteenths = ((significand >> d) + 1) >> 1;
+            steps = (sixteenths + uint32_t(noise[i])) >> 16;
+        } else {
+            const int d = std::min(drop, 26);
+            const uint32_t one = 1u << d;
+            const uint32_t added = mode == UPWARDS ? one - 1 : (one >> 1) - 1 + ((significand >> d) & 1);
+            steps = (significand + added) >> d;
+        }
+        const float step = from_bits(uint32_t(field - mantissa) << 23);
+        const uint32_t sign = b & SIGN;
+        uint32_t v = bits_of(float(int32_t(steps)) * step), c = (uint32_t(field - min_field) << mantissa) + steps;
+        v |= integer ? (steps ? sign : 0u) : sign;
+        c = integer ? (sign ? 0u - c : c) & 0xFFu : c | sign >> sign_shift;
+        const uint32_t nan = 0u - uint32_t(magnitude > INFINITE);  // a mask: a branch would end the vectors
+        values[i] = from_bits((v & ~nan) | (nan_value & nan));
+        codes[i] = (c & ~nan) | (nan_code & nan);
     }
-    float step = from_bits(uint32_t(field - f.mantissa) << 23);
-    uint32_t sign = b & SIGN, v = bits_of(float(int32_t(steps)) * step);
-    uint32_t c = (uint32_t(field - f.min_field) << f.mantissa) + steps;
-    if (f.integer) {
-        v |= steps ? sign : 0;
-        c = sign ? 0u - c : c;
-    } else {
-        v |= sign;
-        c |= (sign >> 31) << (f.code_bits - 1);
-    }
-    bool nan = magnitude > INFINITE;
-    value = from_bits(nan ? (f.has_nan ? QUIET_NAN : 0u) : v);
-    code = uint8_t(nan ? (f.has_nan ? f.nan_code : 0u) : c);
 }
 
-inline float scale_to_e4m3(float x, bool up) {
-    float value;
-    uint8_t code;
-    if (up) round_one<UPWARDS>(x, E4M3, 0, value, code);
-    else round_one<TO_NEAREST>(x, E4M3, 0, value, code);
-    return value;
+template <Mode mode>
+void round_many(const float* x, int64_t n, const Format& f, const int32_t* noise, float* values, uint32_t* codes) {
+    if (f.integer) round_as<mode, true>(x, n, f, noise, values, codes);
+    else round_as<mode, false>(x, n, f, noise, values, codes);
 }
 
 // ---- philox.py ----------------------------------------------------------------------------------------------------
@@ -192,33 +194,38 @@ struct Noise {
 
 // ---- hadamard.py ----------------------------------------------------------------------------------------------------
 
+template <int N, int stride>
+inline void butterflies(float* __restrict x) {
+    for (int first = 0; first < N; first += 2 * stride) {
+        float sum[stride], difference[stride];
+        for (int i = 0; i < stride; i++) {
+            sum[i] = x[first + i] + x[first + stride + i];
+            difference[i] = x[first + i] - x[first + stride + i];
+        }
+        for (int i = 0; i < stride; i++) x[first + i] = sum[i];
+        for (int i = 0; i < stride; i++) x[first + stride + i] = difference[i];
+    }
+    if constexpr (2 * stride < N) butterflies<N, 2 * stride>(x);
+}
+
 template <int N>
 void rotate_group(float* x, const float* signs, float scale) {
     for (int i = 0; i < N; i++) x[i] *= signs[i];
-    for (int stride = 1; stride < N; stride *= 2) {
-        float y[N];
-        if (stride < 8) {
-            for (int i = 0; i < N; i++) y[i] = i & stride ? x[i ^ stride] - x[i] : x[i] + x[i ^ stride];
-        } else {
-            for (int first = 0; first < N; first += 2 * stride) {
-                for (int i = first; i < first + stride; i++) {
-                    y[i] = x[i] + x[i + stride];
-                    y[i + stride] = x[i] - x[i + stride];
-                }
-            }
-        }
-        std::memcpy(x, y, sizeof y);
-    }
+    butterflies<N, 1>(x);
     for (int i = 0; i < N; i++) x[i] = to_bf16(x[i] * scale);
 }
 
 // ---- quantise.py ------------------------------------------------------------------------------------------------------
 
-template <typename T>
-T tree_sum(T* x, int n) {  // by halving, in place
-    for (int half = n / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
-    return x[0];
+template <int N, typename T>
+inline T tree_sum(const T* x) {  // by halving
+    if constexpr (N == 1) {
+        return x[0];
+    } else {
+        T half[N / 2];
+        for (int i = 0; i < N / 2; i++) half[i] = x[i] + x[i + N / 2];
+        return tree_sum<N / 2>(half);
+    }
 }
 
 class Quantiser {
@@ -226,7 +233,7 @@ public:
     Quantiser(const Spec& spec, const Call& call)
         : s(spec), c(call), format(format_of(spec)),
           unit(spec.block_rows > 1 ? spec.block_rows : 1),
-          row_length((std::max(call.padded, call.width) + LANES - 1) / LANES * LANES),
+          row_length((call.padded + LANES - 1) / LANES * LANES),
           block(spec.block_columns ? spec.block_columns : row_length),
           blocks(spec.block_columns ? call.padded / spec.block_columns : 1),
           groups(grouped() ? call.padded / GROUP : 1),
@@ -270,16 +277,18 @@ private:
     float tensor_amax = 0;
 
     bool grouped() const { return s.outer == BLOCK || s.outer == BLOCK_POW2; }
+    bool has_choice() const { return s.rounding == FOUR_OVER_SIX_MSE || s.rounding == FOUR_OVER_SIX_MAE; }
 
     struct Work {
-        std::vector<float> x, values, amax, scale, multiplier, scale4, multiplier4, outer, inverse;
-        std::vector<uint8_t> codes;
+        std::vector<float> x, y, values, values4, amax, ratio, scale, multiplier, scale4, multiplier4, outer, inverse;
+        std::vector<uint32_t> codes, codes4, scale_codes;
         std::vector<int32_t> noise;
 
         Work(const Quantiser& q, int64_t strip)
-            : x(strip * q.row_length), values(q.unit * q.row_length), amax(q.blocks), scale(q.blocks),
+            : x(strip * q.row_length), y(q.row_length), values(q.unit * q.row_length),
+              values4(q.has_choice() ? values.size() : 0), amax(q.blocks), ratio(q.blocks), scale(q.blocks),
               multiplier(q.blocks), scale4(q.blocks), multiplier4(q.blocks), outer(q.blocks), inverse(q.blocks),
-              codes(q.unit * q.row_length), noise(q.row_length) {}
+              codes(values.size()), codes4(values4.size()), scale_codes(q.blocks), noise(q.row_length) {}
     };
 
     // Rows first .. first + count, rounded to BF16 and rotated; zeros around them.
@@ -328,12 +337,9 @@ private:
         find_amax(w, x);
         if (s.outer == NONE) one_level(w);
         else two_level_scales(w);
-        if (s.rounding == FOUR_OVER_SIX_MSE || s.rounding == FOUR_OVER_SIX_MAE) {
-            four_over_six(w, x, row);
-        } else {
-            for (int64_t r = 0; r < unit; r++) round_row(w, x + r * row_length, r, row + r);
-            if (s.rounding == MS_EDEN || s.rounding == MS_EDEN_PUBLISHED) correct(w, x, row);
-        }
+        for (int64_t r = 0; r < unit; r++) round_row(w, x + r * row_length, r, row + r);
+        if (has_choice()) four_over_six(w, x, row);
+        else if (s.rounding == MS_EDEN || s.rounding == MS_EDEN_PUBLISHED) correct(w, x, row);
         write(w, row);
     }
 
@@ -398,100 +404,94 @@ private:
             for (int64_t b = g * a_group; b < (g + 1) * a_group; b++) w.outer[b] = outer, w.inverse[b] = inverse;
         }
         inner_scale(w, s.target, s.inverse_target, w.scale.data(), w.multiplier.data());
-        if (s.rounding == FOUR_OVER_SIX_MSE || s.rounding == FOUR_OVER_SIX_MAE)
-            inner_scale(w, 4.0f, 0.25f, w.scale4.data(), w.multiplier4.data());
+        if (has_choice()) inner_scale(w, 4.0f, 0.25f, w.scale4.data(), w.multiplier4.data());
     }
 
-    void inner_scale(const Work& w, float target, float inverse_target, float* scale, float* multiplier) const {
-        const bool up = s.scale == E4M3_UP;  // scales.inner_scale
+    void inner_scale(Work& w, float target, float inverse_target, float* scale, float* multiplier) const {
+        const float *amax = w.amax.data(), *outer = w.outer.data(), *inverse = w.inverse.data();
+        float* ratio = w.ratio.data();
+        const bool exact = s.outer == BLOCK_POW2;
+        if (!grouped())
+            for (int64_t b = 0; b < blocks; b++) ratio[b] = amax[b] * (inverse[b] * inverse_target);
+        else if (exact)
+            for (int64_t b = 0; b < blocks; b++) ratio[b] = amax[b] * inverse[b] / target;
+        else
+            for (int64_t b = 0; b < blocks; b++) ratio[b] = amax[b] / outer[b] / target;
+        if (s.scale == E4M3_UP) round_many<UPWARDS>(ratio, blocks, E4M3, nullptr, scale, w.scale_codes.data());
+        else round_many<TO_NEAREST>(ratio, blocks, E4M3, nullptr, scale, w.scale_codes.data());
         for (int64_t b = 0; b < blocks; b++) {
-            const float amax = w.amax[b], outer = w.outer[b], inverse = w.inverse[b];
-            if (!grouped()) {
-                scale[b] = scale_to_e4m3(amax * (inverse * inverse_target), up);
-                multiplier[b] = held(1.0f / (scale[b] * outer));
-                continue;
-            }
-            const float ratio = s.outer == BLOCK_POW2 ? amax * inverse : amax / outer;
-            float rounded = scale_to_e4m3(ratio / target, up);
-            rounded = rounded == 0 ? 0x1p-9f : rounded;
-            scale[b] = rounded;
-            multiplier[b] = held(1.0f / (s.outer == BLOCK_POW2 ? rounded : outer * rounded));
+            if (grouped()) scale[b] = scale[b] == 0 ? 0x1p-9f : scale[b];
+            multiplier[b] = held(1.0f / (exact ? scale[b] : outer[b] * scale[b]));
         }
     }
 
-    template <Mode mode>
-    void round_block(const float* x, int64_t n, float first, float second, const int32_t* noise, float* values,
-                     uint8_t* codes) const {
-        const Format f = format;
-        for (int64_t i = 0; i < n; i += LANES)
-            for (int j = 0; j < LANES; j++)
-                round_one<mode>((x[i + j] * first) * second, f, noise ? noise[i + j] : 0, values[i + j], codes[i + j]);
+    // y = x times the multiplier of its block, in `w.y`.
+    void scale_row(Work& w, const float* x, const float* multiplier) const {
+        for (int64_t b = 0; b < blocks; b++) {
+            const float m = multiplier[b], first = w.inverse[b];
+            const float* from = x + b * block;
+            float* y = w.y.data() + b * block;
+            if (s.outer == BLOCK_POW2) for (int64_t i = 0; i < block; i++) y[i] = (from[i] * first) * m;
+            else for (int64_t i = 0; i < block; i++) y[i] = from[i] * m;
+        }
     }
 
     void round_row(Work& w, const float* x, int64_t r, int64_t row) const {
-        float* values = w.values.data() + r * row_length;
-        uint8_t* codes = w.codes.data() + r * row_length;
-        const bool random = s.rounding == STOCHASTIC;
-        if (random) noise.fill(uint64_t(row) * uint64_t(c.padded), c.padded, w.noise.data());
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t at = b * block;
-            const float first = s.outer == BLOCK_POW2 ? w.inverse[b] : 1.0f;
-            if (random)
-                round_block<AT_RANDOM>(x + at, block, first, w.multiplier[b], &w.noise[at], values + at, codes + at);
-            else
-                round_block<TO_NEAREST>(x + at, block, first, w.multiplier[b], nullptr, values + at, codes + at);
+        const int64_t at = r * row_length, n = blocks * block;
+        scale_row(w, x, w.multiplier.data());
+        if (s.rounding == STOCHASTIC) {
+            noise.fill(uint64_t(row) * uint64_t(c.padded), c.padded, w.noise.data());
+            round_many<AT_RANDOM>(w.y.data(), n, format, w.noise.data(), &w.values[at], &w.codes[at]);
+        } else {
+            round_many<TO_NEAREST>(w.y.data(), n, format, nullptr, &w.values[at], &w.codes[at]);
+        }
+        if (has_choice()) {
+            scale_row(w, x, w.multiplier4.data());
+            round_many<TO_NEAREST>(w.y.data(), n, format, nullptr, &w.values4[at], &w.codes4[at]);
         }
     }
 
     // The error of one block's row, summed by halving over its 16 columns.
-    template <typename T>
-    T error(const float* values, float scale, const T* units) const {
+    template <bool squared, typename T>
+    static T error(const float* __restrict values, float scale, const float* __restrict x, T inverse) {
         T terms[LANES];
         for (int i = 0; i < LANES; i++) {
-            const T d = T(values[i] * scale) - units[i];
-            terms[i] = s.rounding == FOUR_OVER_SIX_MSE ? d * d : std::abs(d);
+            const T d = T(values[i] * scale) - T(x[i]) * inverse;
+            terms[i] = squared ? d * d : std::abs(d);
         }
-        return tree_sum(terms, LANES);
+        return tree_sum<LANES>(terms);
     }
 
-    template <typename T>
-    bool four_is_better(const float* x, const float* six, const float* four, float scale6, float scale4,
-                        float inverse) const {
-        T error6[128] = {}, error4[128] = {};
-        for (int64_t r = 0; r < unit; r++) {
-            T units[LANES];
-            for (int i = 0; i < LANES; i++) units[i] = T(x[r * row_length + i]) * T(inverse);
-            error6[r] = error(six + r * LANES, scale6, units);
-            error4[r] = error(four + r * LANES, scale4, units);
+    template <bool squared, typename T>
+    bool four_is_better(const Work& w, const float* x, int64_t b) const {
+        const T inverse = T(w.inverse[b]);
+        const float scale6 = w.scale[b], scale4 = w.scale4[b];
+        const float *six = &w.values[b * LANES], *four = &w.values4[b * LANES], *y = x + b * LANES;
+        if (unit == 1) return error<squared>(four, scale4, y, inverse) < error<squared>(six, scale6, y, inverse);
+        T error6[LANES], error4[LANES];  // of the block's 16 rows
+        for (int64_t r = 0; r < LANES; r++) {
+            error6[r] = error<squared>(six + r * row_length, scale6, y + r * row_length, inverse);
+            error4[r] = error<squared>(four + r * row_length, scale4, y + r * row_length, inverse);
         }
-        return tree_sum(error4, unit) < tree_sum(error6, unit);
+        return tree_sum<LANES>(error4) < tree_sum<LANES>(error6);
+    }
+
+    bool four_is_better(const Work& w, const float* x, int64_t b) const {
+        const bool fp32 = s.outer == BLOCK_POW2;
+        if (s.rounding == FOUR_OVER_SIX_MSE)
+            return fp32 ? four_is_better<true, float>(w, x, b) : four_is_better<true, double>(w, x, b);
+        return fp32 ? four_is_better<false, float>(w, x, b) : four_is_better<false, double>(w, x, b);
     }
 
     void four_over_six(Work& w, const float* x, int64_t row) const {
-        float six[128 * LANES], four[128 * LANES];
-        uint8_t codes6[128 * LANES], codes4[128 * LANES];
-        const bool exact = s.outer == BLOCK_POW2;
         for (int64_t b = 0; b < blocks; b++) {
-            const float* y = x + b * block;
-            const float first = exact ? w.inverse[b] : 1.0f;
-            const int8_t held_choice = c.choice ? c.choice[row / unit * blocks + b] : int8_t(0);
-            bool take = held_choice == 4;
+            const int8_t before = c.choice ? c.choice[row / unit * blocks + b] : int8_t(0);
+            if (before == 6 || (before == 0 && !four_is_better(w, x, b))) continue;
+            w.scale[b] = w.scale4[b];
             for (int64_t r = 0; r < unit; r++) {
-                const int64_t at = r * LANES;
-                if (held_choice != 4)
-                    round_block<TO_NEAREST>(y + r * row_length, LANES, first, w.multiplier[b], nullptr, six + at,
-                                            codes6 + at);
-                if (held_choice != 6)
-                    round_block<TO_NEAREST>(y + r * row_length, LANES, first, w.multiplier4[b], nullptr, four + at,
-                                            codes4 + at);
-            }
-            if (held_choice == 0)
-                take = exact ? four_is_better<float>(y, six, four, w.scale[b], w.scale4[b], w.inverse[b])
-                             : four_is_better<double>(y, six, four, w.scale[b], w.scale4[b], w.inverse[b]);
-            if (take) w.scale[b] = w.scale4[b];
-            for (int64_t r = 0; r < unit; r++) {
-                std::memcpy(&w.values[r * row_length + b * block], (take ? four : six) + r * LANES, LANES * 4);
-                std::memcpy(&w.codes[r * row_length + b * block], (take ? codes4 : codes6) + r * LANES, LANES);
+                const int64_t at = r * row_length + b * LANES;
+                std::memcpy(&w.values[at], &w.values4[at], LANES * sizeof(float));
+                std::memcpy(&w.codes[at], &w.codes4[at], LANES * sizeof(uint32_t));
             }
         }
     }
@@ -516,7 +516,7 @@ private:
                 bottom[j * LANES + i] = u * v;
             }
         }
-        const T t = tree_sum(top, GROUP), d = tree_sum(bottom, GROUP);
+        const T t = tree_sum<GROUP>(top), d = tree_sum<GROUP>(bottom);
         return d == 0 ? 1.0f : float(double(t) / double(d));
     }
 
@@ -527,11 +527,9 @@ private:
         const bool in_fp32 = s.rounding == MS_EDEN && s.outer == BLOCK_POW2;
         for (int64_t g = 0; g < c.padded / GROUP; g++) {
             const float factor = in_fp32 ? correction<float>(x, w, g) : correction<double>(x, w, g);
-            for (int64_t b = g * (GROUP / LANES); b < (g + 1) * (GROUP / LANES); b++) {
-                uint8_t code;
-                round_one<AT_RANDOM>(w.scale[b] * factor, E4M3, w.noise[b], w.scale[b], code);
-            }
+            for (int64_t b = g * (GROUP / LANES); b < (g + 1) * (GROUP / LANES); b++) w.ratio[b] = w.scale[b] * factor;
         }
+        round_many<AT_RANDOM>(w.ratio.data(), blocks, E4M3, w.noise.data(), w.scale.data(), w.scale_codes.data());
     }
 
     void write(Work& w, int64_t row) const {
@@ -546,6 +544,7 @@ private:
             }
         }
         if (c.data) pack(w, row);
+        if (!c.operand) return;
         for (int64_t r = 0; r < rows; r++) {
             float* v = w.values.data() + r * row_length;
             for (int64_t b = 0; b < blocks && s.scale != FP32; b++) {  // Values.operand
@@ -569,10 +568,10 @@ private:
         }
     }
 
-    void pack(const Work& w, int64_t row) const {  // packing.pack_codes, scales.encode_scale
+    void pack(Work& w, int64_t row) const {  // packing.pack_codes, scales.encode_scale
         const int64_t bytes = c.stored * s.bits / 8;
         for (int64_t r = 0; r < unit; r++) {
-            const uint8_t* codes = w.codes.data() + r * row_length;
+            const uint32_t* codes = w.codes.data() + r * row_length;
             uint8_t* out = c.data + (row + r) * bytes;
             if (s.bits == 4) {
                 for (int64_t i = 0; i < bytes; i++) out[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
@@ -582,22 +581,22 @@ private:
                     out[i] = uint8_t(word); out[i + 1] = uint8_t(word >> 8); out[i + 2] = uint8_t(word >> 16);
                 }
             } else {
-                std::memcpy(out, codes, size_t(bytes));
+                for (int64_t i = 0; i < bytes; i++) out[i] = uint8_t(codes[i]);
             }
         }
         const int64_t kept = s.block_columns ? c.stored / s.block_columns : 1;
         const bool tensor = s.block_rows == 0;
         const int64_t at = tensor ? 0 : row / unit * kept;
+        if (s.outer != NONE)
+            round_many<TO_NEAREST>(w.scale.data(), blocks, E4M3, nullptr, w.ratio.data(), w.scale_codes.data());
         for (int64_t b = 0; b < kept && !(tensor && row > 0); b++) {
             const uint32_t magnitude = bits_of(w.scale[b]) & MAGNITUDE;
-            if (s.scale == FP32 || s.scale == POWER_OF_TWO) {
+            if (s.scale == FP32 || s.scale == POWER_OF_TWO)
                 static_cast<float*>(c.scales)[at + b] = w.scale[b];
-            } else if (s.outer != NONE) {
-                float value;
-                round_one<TO_NEAREST>(w.scale[b], E4M3, 0, value, static_cast<uint8_t*>(c.scales)[at + b]);
-            } else {
+            else if (s.outer != NONE)
+                static_cast<uint8_t*>(c.scales)[at + b] = uint8_t(w.scale_codes[b]);
+            else
                 static_cast<uint8_t*>(c.scales)[at + b] = magnitude < INFINITE ? uint8_t(magnitude >> 23) : uint8_t(255);
-            }
         }
         if (s.outer == NONE) return;
         if (s.outer == TENSOR) {
