@@ -77,7 +77,7 @@ class ReferenceSquinch(Codec):
         self.search = search and grid is not SQUINCH
         self.name = grid.name if search or grid is SQUINCH else f"{grid.name}_fast"
         self.bits = 6.0 if grid is SQUINCH else 6.0 + 8 / TILE
-        self.align = TILE
+        self.align = messages.BLOCKS_MULTIPLE * grid.block
         self._tables: dict[torch.device, Tables] = {}
 
     def nbytes(self, n: int) -> int:
