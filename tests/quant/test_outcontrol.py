@@ -398,9 +398,9 @@ def test_ranks_agree_on_the_sum_of_their_norms(tmp_path: "object") -> None:
 @pytest.mark.slow
 def test_compiled_without_graph_breaks_and_other_channels_compile_nothing() -> None:
     torch._dynamo.reset()
-    layer = layer_of(POLICIES["nvfp4"])
+    layer = layer_of(LinearPolicy(pair(S.NVFP4_POW2), pair(S.MXFP8), pair(S.MXFP8)))  # few operations: traced quickly
     layer.retained = RetainedChannels(torch.randperm(256), 26)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
     x, dy = torch.randn(32, 256), torch.randn(32, 128)
 
     def run(call: nn.Module) -> list[Tensor]:
