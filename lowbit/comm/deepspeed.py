@@ -25,12 +25,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.comm.reducers import Reducer
 from lowbit.errors import ConfigError, LowbitError
 
 OLDEST, BEFORE = (0, 19, 8), (0, 20)
@@ -110,55 +111,17 @@ class Traffic:
     """Bytes that this rank sent since the last `take`."""
 
     gradients: float = 0.0
+    """To other nodes; to other ranks, where all are on one node."""
+    inside: float = 0.0
+    """Of gradients inside nodes, where the two are apart."""
     weights: float = 0.0
 
     def take(self) -> dict[str, float]:
         """What was counted, as metrics; starts anew."""
         row = {"comm/gradient_bytes": self.gradients, "comm/weight_bytes": self.weights}
-        self.gradients = self.weights = 0.0
+        row |= {"comm/node_bytes": self.inside} if self.inside else {}
+        self.gradients = self.inside = self.weights = 0.0
         return row
-
-
-class Reducer(Protocol):
-    """Sums of large gradients over all ranks, in whatever code they travel; every rank calls it in the same order."""
-
-    sent: float
-    """Bytes that this rank sent, ever."""
-
-    def all_reduce(self, flat: Tensor) -> None:
-        """flat [n] FP32, on every rank its own numbers -> their sum, in place; the same bits on every rank."""
-        ...
-
-    def reduce_scatter(self, chunks: list[Tensor]) -> Tensor:
-        """One chunk for each rank, of any lengths, the same on all ranks -> FP32, the sum of this rank's chunk."""
-        ...
-
-
-class Bf16Reducer:
-    """Sums in BF16 by the backend's own operations: what DeepSpeed and DDP users have today."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self.sent = 0.0
-        self._rank = rank
-        self._world = world
-
-    def all_reduce(self, flat: Tensor) -> None:
-        """See `Reducer.all_reduce`."""
-        rounded = flat.to(torch.bfloat16)
-        dist.all_reduce(rounded)
-        self.sent += 2 * (self._world - 1) / self._world * rounded.nbytes
-        flat.copy_(rounded)
-
-    def reduce_scatter(self, chunks: list[Tensor]) -> Tensor:
-        """See `Reducer.reduce_scatter`."""
-        length = max(chunk.numel() for chunk in chunks)
-        rows = chunks[0].new_zeros((self._world, length), dtype=torch.bfloat16)
-        for row, chunk in zip(rows, chunks, strict=True):
-            row[: chunk.numel()] = chunk
-        mine = rows.new_empty(length)
-        dist.reduce_scatter_tensor(mine, rows.view(-1))
-        self.sent += (self._world - 1) * mine.nbytes
-        return mine[: chunks[self._rank].numel()].float()
 
 
 @dataclass
@@ -223,9 +186,10 @@ class Attachment:
     @contextmanager
     def _counting(self) -> Iterator[None]:
         """What the reducer sends in this block counts as gradients."""
-        before = self.reducer.sent
+        before, inside = self.reducer.sent, self.reducer.sent_inside
         yield
         self.traffic.gradients += self.reducer.sent - before
+        self.traffic.inside += self.reducer.sent_inside - inside
 
     # Stages 1 and 2 -------------------------------------------------------------------------------------------------
 

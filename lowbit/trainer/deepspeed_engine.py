@@ -14,6 +14,7 @@ Checkpoints are whole tensors by name (`trainer/shards.py`), so a run may go on 
 processes, or in one process.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit.comm.deepspeed import Attachment, Bf16Reducer, Reducer, Traffic, load_deepspeed, zero_config
+from lowbit.comm.deepspeed import Attachment, Traffic, load_deepspeed, zero_config
+from lowbit.comm.reducers import Bf16Reducer, CodedReducer, Reducer, choose
 from lowbit.comm.weights import count_gathers, gather_groups_in_bf16, gather_parameters_in_bf16
 from lowbit.configs.schema import CommKind, RunConfig, WeightsDtype
 from lowbit.data.batch import Batch
@@ -37,6 +39,8 @@ from lowbit.trainer.optim import GroupRow
 from lowbit.trainer.shards import Shards, common_steps, partitioned_groups, partitioned_parameters, replicated
 
 MIB = 1 << 20
+
+logger = logging.getLogger("lowbit")
 
 
 class _Loss(nn.Module):
@@ -143,7 +147,7 @@ class DeepSpeedEngine:
         """Put our gradient reductions and our gathering of weights in place of DeepSpeed's, where asked for."""
         if config.comm.kind is not CommKind.none:
             exact = {id(p) for p in self._parameters.values() if _dims(p) < 2 or _numel(p) < config.comm.exact_below}
-            reducer = make_reducer(config.comm.kind, self.ranks)
+            reducer = make_reducer(config.comm.kind, self.stage == 0, self.ranks, self.device)
             self._attachment = Attachment(
                 self._ds, self.stage, self.rank, self.world, reducer, exact, traffic=self._traffic
             )
@@ -410,11 +414,24 @@ class DeepSpeedEngine:
         self._ds.destroy()
 
 
-def make_reducer(kind: CommKind, ranks: Ranks) -> Reducer:
-    """What sums large gradients over the ranks."""
+def make_reducer(kind: CommKind, whole: bool, ranks: Ranks, device: torch.device) -> Reducer:
+    """What sums large gradients over the ranks; `whole`: by all-reduces."""
+
+    def coded(codec: CommKind) -> Reducer:
+        return CodedReducer(codec.value, ranks.rank, ranks.world, ranks.local_world)
+
     if kind is CommKind.bf16:
         return Bf16Reducer(ranks.rank, ranks.world)
-    raise ConfigError(f"comm.kind={kind} is not there yet: comm.kind=bf16 or none would work")
+    if kind is not CommKind.auto:
+        return coded(kind)
+
+    def agree(numbers: list[float]) -> list[float]:
+        return [max(column) for column in zip(*ranks.gather(numbers), strict=True)]
+
+    candidates: list[Reducer] = [Bf16Reducer(ranks.rank, ranks.world), coded(CommKind.sq48)]
+    chosen, words = choose(candidates, whole, device, agree)
+    logger.info("%s", words)
+    return chosen
 
 
 def _dims(parameter: Any) -> int:

@@ -1,0 +1,149 @@
+"""What sums large gradients over the ranks: BF16 by the backend's own operations, or a codec by the two-hop collective.
+
+`choose` measures both on the links that there are. Encoding costs time too, so on a fast link BF16 wins.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.comm.codecs import make_codec
+from lowbit.comm.collective import TwoHop
+from lowbit.comm.transport import node_groups
+
+MEASURED_NUMBERS = 1 << 22
+"""Numbers that a measurement sends: 16 MiB of FP32."""
+
+
+class Reducer(Protocol):
+    """Sums of large gradients over all ranks, in whatever code they travel; every rank calls it in the same order."""
+
+    name: str
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank has sent to other nodes (to other ranks, where all are on one), ever."""
+        ...
+
+    @property
+    def sent_inside(self) -> float:
+        """Bytes that this rank has sent inside its node, where the two are apart."""
+        ...
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """flat [n] FP32, on every rank its own numbers -> their sum, in place; the same bits on every rank."""
+        ...
+
+    def reduce_scatter(self, chunks: list[Tensor]) -> Tensor:
+        """One chunk for each rank, of lengths that all ranks agree on -> FP32, the sum of this rank's chunk."""
+        ...
+
+
+class Bf16Reducer:
+    """Sums in BF16 by the backend's own operations: what DeepSpeed and DDP users have today."""
+
+    name = "bf16"
+    sent_inside = 0.0
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.sent = 0.0
+        self._rank = rank
+        self._world = world
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """See `Reducer.all_reduce`."""
+        rounded = flat.to(torch.bfloat16)
+        dist.all_reduce(rounded)
+        self.sent += 2 * (self._world - 1) / self._world * rounded.nbytes
+        flat.copy_(rounded)
+
+    def reduce_scatter(self, chunks: list[Tensor]) -> Tensor:
+        """See `Reducer.reduce_scatter`."""
+        rows = _rows(chunks, torch.bfloat16)
+        mine = rows.new_empty(rows.shape[1])
+        dist.reduce_scatter_tensor(mine, rows.view(-1))
+        self.sent += (self._world - 1) * mine.nbytes
+        return mine[: chunks[self._rank].numel()].float()
+
+
+class CodedReducer:
+    """Sums by the two-hop collective, in the bits of a codec; FP32 inside a node, if there are several of several."""
+
+    def __init__(self, codec: str, rank: int, world: int, node_size: int) -> None:
+        self.name = codec
+        self._rank = rank
+        self._levels = 1 < node_size < world and world % node_size == 0
+        between, inside = node_groups(node_size) if self._levels else (dist.new_group(), None)
+        self._hops = TwoHop(between, make_codec(codec), intra_group=inside)
+
+    @property
+    def sent(self) -> float:
+        """See `Reducer.sent`."""
+        return float(self._hops.bytes_sent)
+
+    @property
+    def sent_inside(self) -> float:
+        """See `Reducer.sent_inside`."""
+        return float(self._hops.inside.bytes_sent) if self._hops.inside is not None else 0.0
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """See `Reducer.all_reduce`."""
+        self._hops.all_reduce_(flat, 1.0).wait()
+
+    def reduce_scatter(self, chunks: list[Tensor]) -> Tensor:
+        """See `Reducer.reduce_scatter`."""
+        if self._levels:  # both levels together need equal parts
+            rows = _rows(chunks, torch.float32)
+            flat, sizes = rows.view(-1), [rows.shape[1]] * len(chunks)
+        else:
+            flat, sizes = torch.cat(chunks), [chunk.numel() for chunk in chunks]
+        mine = flat.new_empty(sizes[self._rank])
+        self._hops.reduce_scatter(flat, mine, 1.0, sizes).wait()
+        return mine[: chunks[self._rank].numel()]
+
+
+def _rows(chunks: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Chunks of different lengths as rows of one, filled up with zeros."""
+    rows = chunks[0].new_zeros((len(chunks), max(chunk.numel() for chunk in chunks)), dtype=dtype)
+    for row, chunk in zip(rows, chunks, strict=True):
+        row[: chunk.numel()] = chunk
+    return rows
+
+
+def choose(
+    candidates: list[Reducer], whole: bool, device: torch.device, agree: Callable[[list[float]], list[float]]
+) -> tuple[Reducer, str]:
+    """The candidate that is fastest on these links, and a line about what was measured.
+
+    Args:
+        whole: all-reduces (ZeRO 0) rather than reduce-scatters. agree: the largest over the ranks of each number.
+    """
+    seconds = agree([_time(reducer, whole, device) for reducer in candidates])
+    best = min(range(len(candidates)), key=lambda index: seconds[index])
+    rates = ", ".join(
+        f"{reducer.name} {MEASURED_NUMBERS * 4 / time_taken / 2**20:,.0f} MiB/s"
+        for reducer, time_taken in zip(candidates, seconds, strict=True)
+    )
+    return candidates[best], f"comm=auto: FP32 gradients pass at {rates}: {candidates[best].name} it is"
+
+
+def _time(reducer: Reducer, whole: bool, device: torch.device) -> float:
+    """Seconds of one reduction, the best of three after one that warms up."""
+    numbers = torch.linspace(-1, 1, MEASURED_NUMBERS, device=device)
+    best = float("inf")
+    for trial in range(4):
+        dist.barrier()
+        begin = time.perf_counter()
+        if whole:
+            reducer.all_reduce(numbers.clone())
+        else:
+            reducer.reduce_scatter(list(numbers.chunk(dist.get_world_size())))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if trial:
+            best = min(best, time.perf_counter() - begin)
+    return best

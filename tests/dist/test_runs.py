@@ -1,0 +1,193 @@
+"""Whole runs on several ranks: what they leave, how they go on elsewhere, how they end when something goes wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import ranks
+import torch
+
+from lowbit.configs.schema import OptimizerKind, RunConfig
+from lowbit.configs.stored import save_config
+from lowbit.trainer.run import pretrain
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+JOBS = Path(jobs.__file__)
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+
+
+def run_jobs(
+    world: int, planned: list[tuple[RunConfig, Path, dict[str, Any]]], folder: Path, backend: str = "gloo"
+) -> list[ranks.Ended]:
+    """Run configurations one after the other on `world` ranks."""
+    if backend == "nccl" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for index, (config, run_dir, more) in enumerate(planned):
+        save_config(config, folder / f"{index}.yaml")
+        entries.append({"config": str(folder / f"{index}.yaml"), "run_dir": str(run_dir), **more})
+    (folder / "jobs.json").write_text(json.dumps(entries))
+    return ranks.run(world, [str(JOBS), str(folder), backend], folder)
+
+
+def outcomes(ended: ranks.Ended) -> list[dict[str, Any]]:
+    """What each job of a rank came to."""
+    return [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
+
+
+def fine(all_ended: list[ranks.Ended]) -> None:
+    """Every rank ended well, and every job on it."""
+    for e in all_ended:
+        assert e.code == 0, f"rank {e.rank}:\n{e.err[-3000:]}"
+        assert outcomes(e) and not any("error" in o for o in outcomes(e)), e.out
+
+
+def same(a: Path, b: Path, backend: str = "gloo") -> None:
+    """Two runs ended at the same weights, states and averages, and logged the same numbers on the way."""
+    left, right = jobs.newest(a), jobs.newest(b)
+    assert left.keys() == right.keys() and len(left) > 30
+    for name, tensor in left.items():
+        difference = float((tensor - right[name]).abs().max())
+        allowed = 1e-3 * float(tensor.abs().max()) if name.startswith("optimizer") else 1e-5
+        assert difference <= allowed * (1 if backend == "gloo" else 10), (name, difference)
+    keys = ("step", "tokens", "loss", "grad_norm", "lr", "val_bpb", "val_loss", "val_bpb_ema")
+    for ra, rb in zip(jobs.rows(a), jobs.rows(b), strict=True):
+        for key in keys:
+            assert ra.get(key) == pytest.approx(rb.get(key), rel=1e-4), (ra["step"], key)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_goes_on_with_other_ranks_stages_and_engines(tmp_path: Path, backend: str) -> None:
+    """Four steps on two ranks at stage 2, then the rest on 1, 3 and 4 ranks at every stage and in one process.
+
+    Oracle: the run in one process by `LocalEngine`, without a stop.
+    """
+    muon = replace(jobs.tiny(tmp_path).optim, kind=OptimizerKind.muon)
+    whole = replace(jobs.tiny(tmp_path), optim=muon)
+    pretrain(jobs.local(whole), tmp_path / "whole")
+    pretrain(jobs.local(replace(whole, max_steps=4)), tmp_path / "begun-local")
+    begun = replace(jobs.tiny(tmp_path, 4, zero_stage=2), optim=muon)
+    fine(run_jobs(2, [(begun, tmp_path / "begun", {})], tmp_path / "two", backend))
+
+    def resumed(name: str, stage: int, start: str = "begun") -> tuple[RunConfig, Path, dict[str, Any]]:
+        checkpoint = sorted((tmp_path / start / "checkpoints").glob("step_*"))[-1]
+        assert checkpoint.name == "step_00000004"
+        config = replace(jobs.tiny(tmp_path, 6, zero_stage=stage), optim=muon, resume=str(checkpoint))
+        return config, tmp_path / name, {}
+
+    pretrain(jobs.local(resumed("", 0)[0]), tmp_path / "local")
+    fine(run_jobs(3, [resumed("three-0", 0), resumed("three-3", 3)], tmp_path / "three", backend))
+    fine(run_jobs(4, [resumed("four-1", 1), resumed("four-l", 3, "begun-local")], tmp_path / "four", backend))
+    expected = jobs.newest(tmp_path / "whole")
+    for name in ("local", "three-0", "three-3", "four-1", "four-l"):
+        found = jobs.newest(tmp_path / name)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            scale = 1e-3 * float(tensor.abs().max()) if key.startswith("optimizer") else 1e-5
+            assert float((found[key] - tensor).abs().max()) <= scale, (name, key)
+        tail = jobs.rows(tmp_path / "whole")[4:]
+        for row, wanted in zip(jobs.rows(tmp_path / name), tail, strict=True):
+            assert row["step"] == wanted["step"] and row["tokens"] == wanted["tokens"]
+            assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whole_runs_equal_one_process(tmp_path: Path, backend: str) -> None:
+    """Metrics, validation (shared out between the ranks) and moving averages too, at stages 1 and 3."""
+    config = jobs.tiny(tmp_path)
+    pretrain(jobs.local(config), tmp_path / "one")
+    planned = [(jobs.tiny(tmp_path, zero_stage=stage), tmp_path / f"stage{stage}", {}) for stage in (1, 3)]
+    all_ended = run_jobs(3, planned, tmp_path / "three", backend)
+    fine(all_ended)
+    for stage in (1, 3):
+        same(tmp_path / "one", tmp_path / f"stage{stage}", backend)
+    assert all(outcomes(e) == outcomes(all_ended[0]) for e in all_ended)
+    written = {p.name for p in (tmp_path / "stage1").iterdir()}
+    assert written == {"checkpoints", "config.yaml", "metrics.jsonl", "run.log", "tokenizer"}
+    assert "comm/gradient_bytes" in jobs.rows(tmp_path / "stage1")[0]
+
+
+def test_errors_are_raised_on_every_rank(tmp_path: Path) -> None:
+    """Each of these ends on all ranks at once, with one line that says where it came from; the next job can run."""
+    config = jobs.tiny(tmp_path)
+    planned = [
+        (config, tmp_path / "a", {"disturb": {"kind": "nan", "rank": 1, "step": 1}}),
+        (replace(config, resume=str(tmp_path / "corpus")), tmp_path / "b", {}),
+    ]
+    all_ended = run_jobs(2, planned, tmp_path / "two")
+    for e in all_ended:
+        assert e.code == 0, e.err[-3000:]
+        first, second = outcomes(e)
+        assert first["error"] == "NonFiniteError" and "step 2" in first["message"], first
+        assert "output of blocks.1.mlp.down, on rank 1" in first["message"], first
+        assert second["error"] == "CheckpointError", second
+    assert outcomes(all_ended[0])[0] == outcomes(all_ended[1])[0]
+    all_ended = run_jobs(2, [(config, tmp_path / "c", {"disturb": {"kind": "data", "rank": 0}})], tmp_path / "data")
+    for e in all_ended:
+        assert outcomes(e)[0]["error"] == "DataError" and "the corpus is gone" in outcomes(e)[0]["message"]
+    assert outcomes(all_ended[1])[0]["message"].startswith("rank 0: ")
+
+
+def test_a_signal_to_one_rank_ends_all_after_a_step(tmp_path: Path) -> None:
+    disturbed = {"disturb": {"kind": "signal", "rank": 1, "step": 2}}
+    for e in run_jobs(2, [(jobs.tiny(tmp_path), tmp_path / "run", disturbed)], tmp_path / "two"):
+        assert e.code == 0, e.err[-3000:]
+        assert outcomes(e)[0]["error"] == "Interrupted" and "saved at step 3" in outcomes(e)[0]["message"]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())[-1] == "step_00000003"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "seconds"),
+    [("die", "died", 15), ("raise", "failed: ZeroDivisionError: one over nothing", 15), ("hang", "hangs", 35)],
+)
+def test_a_lost_rank_ends_the_others(tmp_path: Path, kind: str, said: str, seconds: float) -> None:
+    """The others name it, and the run goes on from its checkpoint afterwards."""
+    config = jobs.tiny(tmp_path, rank_timeout_seconds=10)
+    disturbed = {"disturb": {"kind": kind, "rank": 1, "step": 3}}
+    folder = tmp_path / "three"
+    all_ended = run_jobs(3, [(config, tmp_path / "run", disturbed)], folder)
+    ends = [e for e in all_ended if e.rank != 1]
+    for e in ends:
+        assert e.code == 1 or '"RankError"' in e.out, (e.code, e.out, e.err[-2000:])
+        assert "rank 1 (" in e.out + e.err and said in e.out + e.err, (e.out, e.err[-2000:])
+    if kind != "hang":
+        assert max(e.seconds for e in ends) - all_ended[1].seconds < seconds
+    fine(run_jobs(2, [(config, tmp_path / "run", {})], tmp_path / "again"))
+    assert jobs.rows(tmp_path / "run")[-1]["step"] == 6
+
+
+def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
+    """`torchrun --max-restarts`: a rank is killed in the first attempt, the second goes on from the checkpoint."""
+    config = jobs.tiny(tmp_path)
+    save_config(config, tmp_path / "config.yaml")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from lowbit.configs.stored import load_config\n"
+        "from lowbit.trainer import loop, run\n"
+        "step = loop.Trainer.train_step\n"
+        "def broken(self):\n"
+        "    first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "    if self.position.step == 3 and os.environ['RANK'] == '1' and first:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return step(self)\n"
+        "loop.Trainer.train_step = broken\n"
+        f"run.pretrain(load_config(Path({str(tmp_path / 'config.yaml')!r})), Path({str(tmp_path / 'run')!r}))\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
+    clean = {k: v for k, v in os.environ.items() if k not in ranks.VARIABLES}
+    port = f"--master-port={ranks.free_port()}"
+    ended = subprocess.run([*torchrun, port, str(script)], env=clean, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    steps = [row["step"] for row in jobs.rows(tmp_path / "run")]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert "resumed at step 2" in (tmp_path / "run" / "run.log").read_text()
