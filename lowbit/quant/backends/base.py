@@ -89,6 +89,12 @@ class Backend(Protocol):
         """x [rows, k] BF16 or FP32, any strides, already rotated -> codes and scales. amax: see `quantise_values`."""
         ...
 
+    def factor_pair(
+        self, x: Tensor, spec: QuantSpec, spec_t: QuantSpec, amax: Tensor | None = None
+    ) -> tuple[Quantised, Quantised] | tuple[None, None]:
+        """Factors of x in `spec` and of x^T in `spec_t` from one reading of x; (None, None) where it cannot."""
+        ...
+
     def multiply(
         self, left: Quantised, right: Quantised, out_dtype: torch.dtype, after: Tensor | None = None, fast: bool = False
     ) -> Tensor:

@@ -11,9 +11,7 @@ The left matrix is [m, k] with k fastest, the right one [k, n] with k fastest: w
 multiple of 16, and so must n: codes are padded with zeros, which add nothing, and the result is cut. For 128-wide
 blocks m is padded to 16 too, since the kernels read scales 16 bytes at a time.
 
-**Quantising** is a maximum and a multiplication, a clamp and a cast (round to nearest even, the reference's rounding),
-in plain PyTorch for the compiler to fuse: nothing waits for the device, and the maximum stays on it. The clamp is
-needed: where the cast does not saturate, beyond 448 + half a step is NaN.
+Quantising is in `fp8_codes`.
 
 **Sums.** Hopper's FP8 tensor cores carry about 14 bits of a sum along; every 128 products it is added to FP32 unless
 `fast` is given. A gradient's sums are not `fast`, nor are those of 128-wide blocks ever.
@@ -23,21 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.quant.backends.base import Device, Native, Sizes
-from lowbit.quant.bits import is_finite, read_bf16
-from lowbit.quant.formats import E4M3
+from lowbit.quant.backends.base import Device, Sizes
+from lowbit.quant.backends.fp8_codes import MULTIPLE, kind_of, quantise_both, together
 from lowbit.quant.policy import ProductPolicy
 from lowbit.quant.quantised import Quantised
-from lowbit.quant.scales import one_level
-from lowbit.quant.spec import Outer, QuantSpec, Rounding, Scale
+from lowbit.quant.spec import QuantSpec
 
-MULTIPLE = 16
-"""Of k and n."""
 ADA, HOPPER = (8, 9), (9, 0)
 ROWS_IN_FP32 = (12, 9)
 """The CUDA whose cuBLAS scales rows."""
-KINDS = {(0, 0): "tensor", (1, 0): "row", (1, 128): "block", (128, 128): "square"}
-"""A format's blocks -> how the kernels call them here."""
 RECIPES = {
     ("tensor", "tensor"): "tensor",
     ("tensor", "row"): "row",
@@ -47,15 +39,6 @@ RECIPES = {
     ("square", "block"): "square_block",
     ("block", "block"): "block_block",
 }
-
-
-def kind_of(spec: QuantSpec | None) -> str | None:
-    """tensor, row, block or square; None for a format that is none of these."""
-    if spec is None or spec.element is not E4M3 or spec.rounding is not Rounding.NEAREST:
-        return None
-    if spec.outer is not Outer.NONE or spec.scale not in (Scale.FP32, Scale.POWER_OF_TWO):
-        return None
-    return KINDS.get(spec.block)
 
 
 class Fp8:
@@ -85,7 +68,19 @@ class Fp8:
 
     def factor(self, x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Quantised:
         """See `Backend`. Codes are padded to a multiple of 16 columns, or of 128 where blocks are."""
-        return quantise(x, spec, amax)
+        codes, _ = quantise_both(x, spec, None, amax)
+        assert codes is not None
+        return codes
+
+    def factor_pair(
+        self, x: Tensor, spec: QuantSpec, spec_t: QuantSpec, amax: Tensor | None = None
+    ) -> tuple[Quantised, Quantised] | tuple[None, None]:
+        """See `Backend`."""
+        if not together(spec, spec_t):
+            return None, None
+        codes, codes_t = quantise_both(x, spec, spec_t, amax)
+        assert codes is not None and codes_t is not None
+        return codes, codes_t
 
     def multiply(
         self, left: Quantised, right: Quantised, out_dtype: torch.dtype, after: Tensor | None = None, fast: bool = False
@@ -105,34 +100,6 @@ class Fp8:
         if y.shape != (rows, columns):
             y = y[:rows, :columns]
         return y if rest is None else (y * rest).to(out_dtype)
-
-
-def quantise(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Native:
-    """As `lowbit.quant.quantise.quantise`, for the formats that `kind_of` knows: the same codes but for a NaN's sign.
-
-    x [rows, k]; the codes' columns are padded to a multiple of 16.
-    """
-    rows, columns = x.shape
-    block_rows, block_columns = spec.block[0] or rows, spec.block[1] or columns
-    padding = -columns % (spec.block[1] or MULTIPLE), -rows % block_rows
-    values = read_bf16(x)
-    if spec.block[1] and any(padding):
-        values = F.pad(values, (0, padding[0], 0, padding[1]))
-        columns, rows = columns + padding[0], rows + padding[1]
-    blocks = values.reshape(rows // block_rows, block_rows, columns // block_columns, block_columns)
-    largest = blocks.abs().amax((1, 3), keepdim=True)
-    if amax is not None:
-        largest = torch.where(is_finite(largest), amax, largest)
-    scale, multiplier = one_level(largest, spec)
-    codes = cast((blocks * multiplier).reshape(rows, columns))
-    if not spec.block[1] and padding[0]:
-        codes = F.pad(codes, (0, padding[0]))
-    return Native(codes, scale.reshape(scale.shape[0], scale.shape[2]), None, tuple(x.shape), spec, "fp8")
-
-
-def cast(y: Tensor) -> Tensor:
-    """FP32 -> E4M3 codes, uint8: saturating, to nearest even."""
-    return y.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def pad_rows(matrix: Tensor) -> Tensor:
