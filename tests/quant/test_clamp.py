@@ -1,7 +1,5 @@
 """Dynamic clamping against the formulas in FP64, and the collapse that it is there to prevent."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -30,8 +28,15 @@ def formula(up: np.ndarray, c: float) -> tuple[np.ndarray, np.ndarray]:
     return a.reshape(up.shape), slope.reshape(up.shape)
 
 
+def layer_of(policy: LinearPolicy, width: int, out: int, name: str) -> LowbitLinear:
+    layer = LowbitLinear(width, out, policy, make_key(1, name), make_clock())
+    with torch.no_grad():
+        layer.weight.normal_(0, 0.1)
+    return layer
+
+
 def square(bound: float) -> ClampedSquare:
-    module = ClampedSquare()
+    module = ClampedSquare(layer_of(INT8, 8, 8, "down"))
     module.bound.fill_(bound)
     return module
 
@@ -127,12 +132,8 @@ def test_a_fixed_bound_collapses_where_a_dynamic_one_does_not(scale: float) -> N
 
 
 def network(policy: LinearPolicy = INT8, width: int = 64, hidden: int = 128) -> Site:
-    up = LowbitLinear(width, hidden, policy, make_key(1, "up"), make_clock())
-    down = LowbitLinear(hidden, width, policy, make_key(1, "down"), make_clock())
-    with torch.no_grad():
-        up.weight.normal_(0, 0.1)
-        down.weight.normal_(0, 0.1)
-    return Site("blocks.0.mlp", up, torch.rand(width) + 0.5, ClampedSquare(), down)
+    up, down = layer_of(policy, width, hidden, "up"), layer_of(policy, hidden, width, "down")
+    return Site("blocks.0.mlp", up, torch.rand(width) + 0.5, ClampedSquare(down), down)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -201,13 +202,12 @@ def test_the_bound_follows_the_weights_only_when_updated() -> None:
     assert torch.equal(site.down.input_amax, site.square.bound**2)
 
 
-def test_the_bound_is_frozen_into_an_export(tmp_path: Path) -> None:
-    """Exported and read again, the network gives the same bits though its weights were rounded on the way."""
+def test_the_bound_is_frozen_into_what_is_saved() -> None:
+    """Saved and read again, the network gives the same bits though its weights were rounded on the way."""
     site = network()
     clamp = Clamp(ClampConfig(enabled=True), [site])
     clamp.update()
     state = {name: t.clone() for name, t in clamp.state_tensors().items()}
-    assert "bound" in site.square.state_dict()
     other = network()
     with torch.no_grad():
         for source, target in ((site.up, other.up), (site.down, other.down)):
@@ -219,6 +219,15 @@ def test_the_bound_is_frozen_into_an_export(tmp_path: Path) -> None:
     x = torch.randn(8, 64)
     with torch.no_grad():
         assert torch.equal(other.down(other.square(other.up(x))), site.down(site.square(site.up(x))))
+
+
+def test_in_high_precision_it_is_a_plain_squared_relu() -> None:
+    """While a switch or an evaluation has put `down` into BF16."""
+    site, x = network(), torch.randn(8, 128)
+    Clamp(ClampConfig(enabled=True, deviations=0.5), [site]).update()
+    assert not torch.equal(site.square(x), x.clamp(min=0).square())
+    site.down.policy = LinearPolicy()
+    assert torch.equal(site.square(x), x.clamp(min=0).square())
 
 
 def test_refusals() -> None:

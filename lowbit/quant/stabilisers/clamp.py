@@ -17,15 +17,20 @@ n2 is what `down` multiplies: the static scale c^2 / 127, known before the data,
 (`LowbitLinear.input_amax` = c^2). No two integers lie equally near to n1^2 / 127, so no rule for ties is needed.
 
 Straight through: da/dup = 2 h where up(x) <= c and 0 beyond, with h as rounded; nothing flows into c. What is kept for
-the backward pass is one byte an element. c changes once an optimizer step, since the weights do, and is the same on
-every rank and in every micro-batch. It is part of the module's state: an exported model serves with the c it was
-trained with. NaN and infinite activations become NaN.
+the backward pass is one byte an element. NaN and infinite activations become NaN.
+
+c changes once an optimizer step, since the weights do, and is the same on every rank and in every micro-batch. It is
+saved with a checkpoint and taken from there, not computed anew, by whatever opens it: weights that were rounded on the
+way to where they serve meet the ranges they were trained with. While a switch, or an evaluation in high precision, has
+put `down` into another format, the network is a plain squared ReLU.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lowbit.configs.schema import ClampConfig
 from lowbit.errors import ConfigError
@@ -39,16 +44,20 @@ CLIPPED = 128
 
 
 class ClampedSquare(nn.Module):
-    """relu(up)^2 through two INT8 grids that `bound` fixes."""
+    """relu(up)^2 through two INT8 grids that `bound` fixes, for the layer `down`."""
 
     bound: Tensor
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, down: LowbitLinear) -> None:
         super().__init__()
-        self.register_buffer("bound", torch.ones((), dtype=torch.float32, device=device))
+        self._down = (down,)  # in a tuple, where nn.Module does not see a second parent
+        bound = torch.ones((), dtype=torch.float32, device=down.weight.device)
+        self.register_buffer("bound", bound, persistent=False)
 
     def forward(self, up: Tensor) -> Tensor:
         """[..., f] BF16 or FP32 -> multiples of bound^2 / 127, same shape and type."""
+        if not multiplies_int8(self._down[0]):
+            return F.relu(up).square()
         result: Tensor = _Square.apply(up, self.bound)  # type: ignore[no-untyped-call]
         return result
 
@@ -84,6 +93,12 @@ def second_level(first: Tensor) -> Tensor:
     return (first * first / LEVELS).round()
 
 
+def multiplies_int8(layer: LowbitLinear) -> bool:
+    """Whether the layer's input is quantised to INT8 as things stand."""
+    spec = layer.policy.fprop.left.spec
+    return spec is not None and spec.element is INT8
+
+
 class Site(NamedTuple):
     """One squared-ReLU network."""
 
@@ -98,14 +113,13 @@ class Site(NamedTuple):
 class Clamp:
     """Keeps every network's bound in step with its weights."""
 
-    def __init__(self, config: ClampConfig, sites: list[Site]) -> None:
+    def __init__(self, config: ClampConfig, sites: Sequence[Site]) -> None:
         """Raises ConfigError when there is nothing to clamp, or `down` does not multiply in INT8."""
         key = "precision.stabilisers.clamp.enabled=true"
         if not sites:
             raise ConfigError(f"{key}: the model has no squared-ReLU network: model.mlp=relu2 would work")
         for site in sites:
-            spec = site.down.policy.fprop.left.spec
-            if spec is None or spec.element is not INT8:
+            if not multiplies_int8(site.down):
                 raise ConfigError(
                     f"{key}: {site.name}.down multiplies {site.down.policy.fprop.left.name}, and the bound is that of "
                     "an INT8 grid: precision=int8 would work"
@@ -130,7 +144,7 @@ class Clamp:
         return {f"{site.name}.bound": site.square.bound for site in self._sites}
 
     @torch.no_grad()
-    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Bounds as they were saved, to the bit."""
         for site in self._sites:
             self._set(site, state[f"{site.name}.bound"].to(site.square.bound.device))

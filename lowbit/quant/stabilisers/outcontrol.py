@@ -47,7 +47,6 @@ from lowbit.quant.linear_products import (
 from lowbit.quant.philox import Product, Side, Stream
 from lowbit.quant.policy import HIGH, Alignment, LinearPolicy, Operand, ProductPolicy
 from lowbit.quant.product import Dense, Factor
-from lowbit.quant.quantised import Quantised, Values
 from lowbit.quant.spec import MXFP8
 from lowbit.quant.stabilisers.masters import block_counts
 from lowbit.quant.taps import listening
@@ -72,7 +71,7 @@ class RetainedChannels(nn.Module):
     def __init__(self, order: Tensor, count: int) -> None:
         super().__init__()
         self.count = count
-        self.register_buffer("order", order)
+        self.register_buffer("order", order, persistent=False)
         self.register_buffer("place", order.argsort(), persistent=False)
 
     def applies(self, policy: LinearPolicy) -> bool:
@@ -239,7 +238,7 @@ def _sources(
 
 
 def _dequantised(factor: Factor) -> Tensor:
-    assert isinstance(factor, (Values, Quantised))
+    assert not isinstance(factor, Dense)
     return factor.dequantise()
 
 
