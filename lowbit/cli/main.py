@@ -16,6 +16,7 @@ import typer
 from lowbit.cli import (
     complete,
     data,
+    distill,
     doctor,
     evaluate,
     export,
@@ -53,6 +54,7 @@ def build_app() -> typer.Typer:
     app.command("plan", context_settings=TAKES_SETTINGS)(plan.plan)
     app.command("doctor")(doctor.doctor)
     app.command("version")(version.version)
+    app.add_typer(distill.app, name="distill")
     app.add_typer(data.app, name="data")
     app.add_typer(tokenizer.app, name="tokenizer")
     return app

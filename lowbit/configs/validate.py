@@ -70,6 +70,16 @@ RANGES: dict[str, Range] = {
     "model.init_std": POSITIVE,
     "model.vocab_multiple": COUNT,
     "model.vocab_rows": COUNT,
+    "model.moe.experts": NATURAL,
+    "model.moe.top_k": COUNT,
+    "model.moe.expert_width": COUNT,
+    "model.moe.shared": NATURAL,
+    "model.moe.first_dense": NATURAL,
+    "model.moe.gate_scale": POSITIVE,
+    "model.moe.balance_loss": NATURAL,
+    "model.moe.z_loss": NATURAL,
+    "model.moe.bias_rate": NATURAL,
+    "model.moe.capacity": POSITIVE,
     "model.rope.theta": Range(1, open_low=True),
     "model.rope.factor": Range(1),
     "model.rope.original_sequence": COUNT,
@@ -135,6 +145,7 @@ EXAMPLES: dict[str, Any] = {
     "model.head_dim": 64,
     "model.logit_softcap": 30,
     "model.vocab_rows": 151_936,
+    "model.moe.capacity": 1.25,
     "optim.ema_decay": 0.999,
     "precision.stabilisers.oscireset.start_step": 8000,
 }
@@ -162,32 +173,37 @@ def _get(config: Any, key: str) -> Any:
     return config
 
 
-def _refuse(config: RunConfig, *keys: str, why: str, works: str) -> ConfigError:
+def refuse(config: RunConfig, *keys: str, why: str, works: str) -> ConfigError:
     """The error for a combination: `key=value key=value: why; works`."""
     given = " ".join(f"{key}={show(_get(config, key))}" for key in keys)
     return ConfigError(f"{given}: {why}; {works}")
 
 
 def _ranges(config: RunConfig) -> None:
-    defaults = RunConfig()
-    for key, allowed in RANGES.items():
+    check_ranges(config, RANGES)
+
+
+def check_ranges(config: RunConfig, ranges: dict[str, Range]) -> None:
+    """Raise ConfigError for the first number outside its range; null is inside every one."""
+    defaults = type(config)()
+    for key, allowed in ranges.items():
         value = _get(config, key)
         if value is not None and not allowed.holds(value):
             example = EXAMPLES.get(key, _get(defaults, key))
-            raise _refuse(config, key, why=f"must be {allowed.words()}", works=f"{key}={show(example)} would work")
+            raise refuse(config, key, why=f"must be {allowed.words()}", works=f"{key}={show(example)} would work")
 
 
 def _run(config: RunConfig) -> None:
     folder = Path(config.run_name)
     if not folder.parts or ".." in folder.parts or folder.is_absolute() or not config.run_name.isprintable():
-        raise _refuse(config, "run_name", why="must name a folder below runs/", works="run_name=pretrain would work")
+        raise refuse(config, "run_name", why="must name a folder below runs/", works="run_name=pretrain would work")
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", config.device):
-        raise _refuse(config, "device", why="must be auto, cpu, cuda or cuda:N", works="device=cuda:0 would work")
+        raise refuse(config, "device", why="must be auto, cpu, cuda or cuda:N", works="device=cuda:0 would work")
     limits = ("max_steps", "max_tokens", "max_minutes")
     if all(_get(config, key) is None for key in limits):
-        raise _refuse(config, *limits, why="the run would never end", works="give at least one, as in max_steps=1000")
+        raise refuse(config, *limits, why="the run would never end", works="give at least one, as in max_steps=1000")
     if config.deterministic and config.max_minutes is not None:
-        raise _refuse(
+        raise refuse(
             config,
             "deterministic",
             "max_minutes",
@@ -195,7 +211,7 @@ def _run(config: RunConfig) -> None:
             works="max_minutes=null with max_steps=1000 would work",
         )
     if config.resume not in ("auto", "none") and not Path(config.resume).exists():
-        raise _refuse(
+        raise refuse(
             config, "resume", why="no such file or folder", works="use resume=auto, resume=none or a path that exists"
         )
 
@@ -206,15 +222,15 @@ def _heads(config: RunConfig) -> None:
         whole = [h for h in range(m.kv_heads, m.width + 1, m.kv_heads) if m.width % (2 * h) == 0]
         best = min(whole, key=lambda h: abs(h - m.heads), default=None)
         works = f"model.heads={best} would work, or set model.head_dim" if best else "set model.head_dim"
-        raise _refuse(config, "model.width", "model.heads", why="heads must divide the width", works=works)
+        raise refuse(config, "model.width", "model.heads", why="heads must divide the width", works=works)
     if m.heads % m.kv_heads:
         works = f"model.kv_heads={_nearest_divisor(m.heads, m.kv_heads)} would work"
-        raise _refuse(config, "model.heads", "model.kv_heads", why="kv_heads must divide heads", works=works)
+        raise refuse(config, "model.heads", "model.kv_heads", why="kv_heads must divide heads", works=works)
     head_dim = m.head_dim or m.width // m.heads
     if head_dim % 2:
         keys = ("model.head_dim",) if m.head_dim else ("model.width", "model.heads", "model.head_dim")
         why = f"a head of width {head_dim} has no pairs to rotate, it must be even"
-        raise _refuse(config, *keys, why=why, works=f"model.head_dim={head_dim + 1} would work")
+        raise refuse(config, *keys, why=why, works=f"model.head_dim={head_dim + 1} would work")
 
 
 def _nearest_divisor(number: int, wish: int) -> int:
@@ -225,22 +241,22 @@ def _rope(config: RunConfig) -> None:
     m, r, key = config.model, config.model.rope, "model.rope"
     if r.scaling is RopeScaling.ntk and (m.head_dim or m.width // m.heads) == 2:
         why = "the base of a single pair does not matter, so there is nothing to stretch"
-        raise _refuse(config, f"{key}.scaling", why=why, works=f"model.head_dim=4 or {key}.scaling=linear would work")
+        raise refuse(config, f"{key}.scaling", why=why, works=f"model.head_dim=4 or {key}.scaling=linear would work")
     if r.scaling is RopeScaling.none and r.factor != 1:
         works = f"{key}.scaling=yarn (or linear, ntk, llama3) or {key}.factor=1 would work"
-        raise _refuse(config, f"{key}.factor", f"{key}.scaling", why="the factor would do nothing", works=works)
+        raise refuse(config, f"{key}.factor", f"{key}.scaling", why="the factor would do nothing", works=works)
     if r.scaling is RopeScaling.llama3 and r.low_freq_factor >= r.high_freq_factor:
         keys = (f"{key}.low_freq_factor", f"{key}.high_freq_factor")
-        raise _refuse(config, *keys, why="low must be below high", works="1 and 4 would work")
+        raise refuse(config, *keys, why="low must be below high", works="1 and 4 would work")
     if r.scaling is RopeScaling.yarn and r.beta_slow >= r.beta_fast:
         keys = (f"{key}.beta_slow", f"{key}.beta_fast")
-        raise _refuse(config, *keys, why="slow must be below fast", works="1 and 32 would work")
+        raise refuse(config, *keys, why="slow must be below fast", works="1 and 32 would work")
 
 
 def _sequences(config: RunConfig) -> None:
     length, longest = config.data.sequence_length, config.model.max_sequence
     if length > longest:
-        raise _refuse(
+        raise refuse(
             config,
             "data.sequence_length",
             "model.max_sequence",
@@ -250,13 +266,13 @@ def _sequences(config: RunConfig) -> None:
     if config.data.shard_tokens <= length:
         why = "a shard must hold more than one sequence"
         works = f"data.shard_tokens={max(16_777_216, 2 * length)} would work"
-        raise _refuse(config, "data.shard_tokens", "data.sequence_length", why=why, works=works)
+        raise refuse(config, "data.shard_tokens", "data.sequence_length", why=why, works=works)
     sample = config.evaluation.sample_tokens
     prompt = len(config.evaluation.sample_prompt.encode()) + 1  # tokens it can have at most, the separator included
     if sample and sample + prompt > longest:
         why = f"the sample and its prompt of up to {prompt} tokens must fit the model"
         works = f"evaluation.sample_tokens={max(0, longest - prompt)} would work"
-        raise _refuse(config, "evaluation.sample_tokens", "model.max_sequence", why=why, works=works)
+        raise refuse(config, "evaluation.sample_tokens", "model.max_sequence", why=why, works=works)
 
 
 def _batch(config: RunConfig) -> None:
@@ -268,9 +284,9 @@ def _batch(config: RunConfig) -> None:
         if stage.until_tokens <= previous:
             why = f"each stage must end after the one before it, here after {previous} tokens"
             works = f"{previous + 1_000_000} would work"
-            raise _refuse(config, f"{key}.until_tokens", why=why, works=works)
+            raise refuse(config, f"{key}.until_tokens", why=why, works=works)
         if stage.sequences < 1:
-            raise _refuse(config, f"{key}.sequences", why="must be at least 1", works=f"{b.micro_batch} would work")
+            raise refuse(config, f"{key}.sequences", why="must be at least 1", works=f"{b.micro_batch} would work")
         _whole_micro_batches(config, f"{key}.sequences")
         previous = stage.until_tokens
 
@@ -279,7 +295,7 @@ def _engine(config: RunConfig) -> None:
     if config.comm.kind is not CommKind.none and config.engine.kind is EngineKind.local:
         why = "one process has nobody to send gradients to"
         works = "engine=deepspeed, started with torchrun, or comm=none would work"
-        raise _refuse(config, "comm.kind", "engine.kind", why=why, works=works)
+        raise refuse(config, "comm.kind", "engine.kind", why=why, works=works)
 
 
 def check_world(config: RunConfig, world: int) -> None:
@@ -298,7 +314,7 @@ def check_world(config: RunConfig, world: int) -> None:
             fitting = [m for m in range(1, config.batch.micro_batch + 1) if sequences % (world * m) == 0]
             works = f"{key}={whole}" + (f" or batch.micro_batch={fitting[-1]}" if fitting else "") + " would work"
             why = f"{world} processes cannot share a step evenly in whole micro-batches"
-            raise _refuse(config, key, "batch.micro_batch", why=why, works=works)
+            raise refuse(config, key, "batch.micro_batch", why=why, works=works)
 
 
 def _whole_micro_batches(config: RunConfig, key: str) -> None:
@@ -307,14 +323,14 @@ def _whole_micro_batches(config: RunConfig, key: str) -> None:
         whole = max(1, round(sequences / micro_batch)) * micro_batch
         divisor = _nearest_divisor(sequences, micro_batch)
         works = f"{key}={whole} or batch.micro_batch={divisor} would work"
-        raise _refuse(config, key, "batch.micro_batch", why="a step must be whole micro-batches", works=works)
+        raise refuse(config, key, "batch.micro_batch", why="a step must be whole micro-batches", works=works)
 
 
 def _schedule(config: RunConfig) -> None:
     s, key = config.optim.schedule, "optim.schedule"
     if s.kind is ScheduleKind.wsd and s.decay_fraction == 0 and s.final_fraction != 1:
         works = f"{key}.kind=constant or {key}.decay_fraction=0.3 would work"
-        raise _refuse(config, f"{key}.kind", f"{key}.decay_fraction", why="nothing would decay", works=works)
+        raise refuse(config, f"{key}.kind", f"{key}.decay_fraction", why="nothing would decay", works=works)
 
 
 def _rules(config: RunConfig) -> None:
@@ -324,12 +340,12 @@ def _rules(config: RunConfig) -> None:
             re.compile(rule.match)
         except re.error as error:
             works = "for example blocks\\.0\\..* for the first block"
-            raise _refuse(config, match, why=f"is no regular expression ({error})", works=works) from None
+            raise refuse(config, match, why=f"is no regular expression ({error})", works=works) from None
         if not rule.match:
-            raise _refuse(config, match, why="must match a layer's whole name", works=f"{match}=.* names all of them")
+            raise refuse(config, match, why="must match a layer's whole name", works=f"{match}=.* names all of them")
         if not 0 < rule.last_blocks <= 1:
             why = "must be greater than 0 and at most 1"
-            raise _refuse(config, share, why=why, works=f"{share}=0.15 would work")
+            raise refuse(config, share, why=why, works=f"{share}=0.15 would work")
 
 
 def _switches(config: RunConfig) -> None:
@@ -337,23 +353,23 @@ def _switches(config: RunConfig) -> None:
         key = f"precision.switch.{i}"
         times = [f"{key}.at", f"{key}.at_step", f"{key}.at_decay"]
         if sum((switch.at is not None, switch.at_step is not None, switch.at_decay)) != 1:
-            raise _refuse(config, *times, why="a switch has one time", works="set one of them alone")
+            raise refuse(config, *times, why="a switch has one time", works="set one of them alone")
         parts = ("forward", "backward", "dgrad", "wgrad")
         if all(getattr(switch, part) is None for part in parts):
             keys = [f"{key}.{part}" for part in parts]
-            raise _refuse(config, *keys, why="nothing would change", works=f"{key}.forward=bf16 would work")
+            raise refuse(config, *keys, why="nothing would change", works=f"{key}.forward=bf16 would work")
         if switch.at is not None and not 0 < switch.at < 1:
             works = f"{key}.at=0.9 would work"
-            raise _refuse(config, f"{key}.at", why="must be greater than 0 and less than 1", works=works)
+            raise refuse(config, f"{key}.at", why="must be greater than 0 and less than 1", works=works)
         if switch.at_step is not None and switch.at_step < 1:
-            raise _refuse(config, f"{key}.at_step", why="must be at least 1", works=f"{key}.at_step=1 would work")
+            raise refuse(config, f"{key}.at_step", why="must be at least 1", works=f"{key}.at_step=1 would work")
         if switch.at_step is not None and config.max_steps is not None and switch.at_step >= config.max_steps:
             works = f"{key}.at=0.9 follows the run's length"
-            raise _refuse(config, f"{key}.at_step", "max_steps", why="the run ends before it", works=works)
+            raise refuse(config, f"{key}.at_step", "max_steps", why="the run ends before it", works=works)
         if switch.at_decay and config.optim.schedule.kind is not ScheduleKind.wsd:
             why = "the learning rate of this schedule has no phase in which it begins to fall"
             works = f"optim.schedule.kind=wsd or {key}.at=0.7 would work"
-            raise _refuse(config, f"{key}.at_decay", "optim.schedule.kind", why=why, works=works)
+            raise refuse(config, f"{key}.at_decay", "optim.schedule.kind", why=why, works=works)
 
 
 def _stabilisers(config: RunConfig) -> None:
@@ -361,24 +377,24 @@ def _stabilisers(config: RunConfig) -> None:
     o, keys = s.oscireset, (f"{key}.oscireset.window", f"{key}.oscireset.period")
     if o.enabled and o.window > o.period - 2:
         why = "a window opens, watches and closes within a period"
-        raise _refuse(config, *keys, why=why, works=f"{keys[1]}={o.window + 2} would work")
+        raise refuse(config, *keys, why=why, works=f"{keys[1]}={o.window + 2} would work")
     if o.enabled and o.start_step is not None and config.max_steps is not None and o.start_step >= config.max_steps:
         works = f"{key}.oscireset.start_step=null follows the run's length"
-        raise _refuse(config, f"{key}.oscireset.start_step", "max_steps", why="the run ends before it", works=works)
+        raise refuse(config, f"{key}.oscireset.start_step", "max_steps", why="the run ends before it", works=works)
     last = s.outcontrol.first_step + s.outcontrol.steps - 1
     if s.outcontrol.enabled and config.max_steps is not None and last >= config.max_steps:
         keys, first = (f"{key}.outcontrol.first_step", f"{key}.outcontrol.steps"), max(1, config.max_steps // 20)
         works = f"{keys[0]}={first} {keys[1]}={first} would work"
-        raise _refuse(config, *keys, "max_steps", why="the run ends before its channels are known", works=works)
+        raise refuse(config, *keys, "max_steps", why="the run ends before its channels are known", works=works)
     if s.clamp.enabled and config.model.mlp is not MlpKind.relu2:
         why = "the bound is that of a squared ReLU"
-        raise _refuse(config, f"{key}.clamp.enabled", "model.mlp", why=why, works="model.mlp=relu2 would work")
+        raise refuse(config, f"{key}.clamp.enabled", "model.mlp", why=why, works="model.mlp=relu2 would work")
 
 
 def _sources(config: RunConfig) -> None:
     if not config.data.sources:
         works = "data=python_docs would work, or data=files data.sources.files.path=FOLDER"
-        raise _refuse(config, "data.sources", why="there is nothing to train on", works=works)
+        raise refuse(config, "data.sources", why="there is nothing to train on", works=works)
     for name in config.data.sources:
         _source(config, f"data.sources.{name}")
 
@@ -387,22 +403,22 @@ def _source(config: RunConfig, key: str) -> None:
     source = _get(config, key)
     if source.weight <= 0:
         works = f"{key}.weight=1 would work; ~{key} removes the source"
-        raise _refuse(config, f"{key}.weight", why="must be greater than 0", works=works)
+        raise refuse(config, f"{key}.weight", why="must be greater than 0", works=works)
     if source.max_documents is not None and source.max_documents < 1:
         works = f"{key}.max_documents=1000 would work, or null for all"
-        raise _refuse(config, f"{key}.max_documents", why="must be at least 1", works=works)
+        raise refuse(config, f"{key}.max_documents", why="must be at least 1", works=works)
     if source.document_bytes < 1:
         works = f"{key}.document_bytes=1048576 would work"
-        raise _refuse(config, f"{key}.document_bytes", why="must be at least 1", works=works)
+        raise refuse(config, f"{key}.document_bytes", why="must be at least 1", works=works)
     path, kind = f"{key}.path", f"{key}.kind"
     if source.kind is SourceKind.python_docs and source.path:
-        raise _refuse(config, path, kind, why="python_docs reads no path", works=f"{kind}=files would work")
+        raise refuse(config, path, kind, why="python_docs reads no path", works=f"{kind}=files would work")
     if source.kind is not SourceKind.python_docs and not source.path:
         example = "corpus/" if source.kind is SourceKind.files else "roneneldan/TinyStories"
-        raise _refuse(config, path, kind, why="this kind needs a path", works=f"for example {path}={example}")
+        raise refuse(config, path, kind, why="this kind needs a path", works=f"for example {path}={example}")
     if source.kind is SourceKind.files and not _exists(source.path):
         why = f"no such file, folder or glob below {Path.cwd()}"
-        raise _refuse(config, path, why=why, works=f"give a path that exists, for example {path}=corpus/")
+        raise refuse(config, path, why=why, works=f"give a path that exists, for example {path}=corpus/")
 
 
 def _exists(path: str) -> bool:
@@ -415,16 +431,16 @@ def _tokenizer(config: RunConfig) -> None:
     path, kind = f"{key}.path", f"{key}.kind"
     if t.kind is TokenizerKind.bpe and t.vocab_size < BYTE_VOCABULARY:
         why = f"byte-level BPE needs the 256 bytes and an end-of-text id, at least {BYTE_VOCABULARY}"
-        raise _refuse(config, f"{key}.vocab_size", kind, why=why, works=f"{key}.vocab_size=4096 would work")
+        raise refuse(config, f"{key}.vocab_size", kind, why=why, works=f"{key}.vocab_size=4096 would work")
     if t.kind is TokenizerKind.file and not t.path:
         works = f"give {path}=tokenizer.json, or {kind}=bpe"
-        raise _refuse(config, kind, path, why="this kind needs a path", works=works)
+        raise refuse(config, kind, path, why="this kind needs a path", works=works)
     if t.kind is TokenizerKind.file and not Path(t.path).expanduser().exists():
         why = f"no such file or folder below {Path.cwd()}"
-        raise _refuse(config, path, kind, why=why, works=f"give a path that exists, or {kind}=bpe, which trains one")
+        raise refuse(config, path, kind, why=why, works=f"give a path that exists, or {kind}=bpe, which trains one")
     if t.kind is TokenizerKind.bytes and t.path:
         works = f"{kind}=file would work, or {path}=\"''\""
-        raise _refuse(config, path, kind, why="bytes need no file", works=works)
+        raise refuse(config, path, kind, why="bytes need no file", works=works)
     if t.eot is not None and t.kind is not TokenizerKind.file:
         works = f"{key}.eot=null would work"
-        raise _refuse(config, f"{key}.eot", kind, why="this kind has an end-of-text token of its own", works=works)
+        raise refuse(config, f"{key}.eot", kind, why="this kind has an end-of-text token of its own", works=works)

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import lowbit
-from lowbit.configs.schema import CacheConfig
+from lowbit.configs.schema import DistillConfig
+from lowbit.configs.stored import plain
 from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Cursor, Loader
@@ -65,12 +66,14 @@ _TOTALS = ("entropy", "named", "rest")
 class CacheMaker:
     """One process's part in making a cache."""
 
-    def __init__(self, folder: Path, config: CacheConfig, tokens: int, teacher: Teacher, dataset: Dataset) -> None:
+    def __init__(self, folder: Path, settings: DistillConfig, tokens: int, teacher: Teacher, dataset: Dataset) -> None:
         """`tokens`: positions wanted, rounded up to whole micro-batches.
 
         Raises: ConfigError, DataError when teacher, data and settings do not fit each other.
         """
+        config = settings.cache
         self.folder, self.config, self.teacher, self.dataset = folder, config, teacher, dataset
+        self._made_with = {"data": plain(settings.data), "teacher": plain(settings.teacher)}
         vocab_size, length = dataset.tokenizer.vocab_size, dataset.sequence_length
         teacher.require_tokenizer(dataset.tokenizer.digest, vocab_size)
         check_targets(config.estimator, config.targets, vocab_size)
@@ -135,7 +138,7 @@ class CacheMaker:
                 raise DataError(f"{self.folder} holds something that is no teacher's cache: give another cache.path")
             versions = {"lowbit": lowbit.__version__, "torch": torch.__version__, "python": platform.python_version()}
             manifest = {"format": FORMAT, "identity": self.identity, "shards": None}
-            write_json(self.folder / MANIFEST, manifest | {"versions": versions, "teacher_path": self.teacher.source})
+            write_json(self.folder / MANIFEST, manifest | {"versions": versions, "made_with": self._made_with})
             return False
 
     def _make_missing(self, ours: set[int]) -> None:

@@ -12,8 +12,10 @@ from lowbit.configs.schema import EngineConfig, TeacherConfig
 from lowbit.configs.stored import plain
 from lowbit.data.batch import Batch
 from lowbit.errors import ConfigError, DataError
+from lowbit.models.hf.config import is_hf_folder
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.engine import wants_compile
+from lowbit.trainer.hardware import device_name
 from lowbit.trainer.loaded import load_run
 
 
@@ -29,6 +31,12 @@ class Teacher:
     source: str
     """Where it was opened, for people."""
 
+    @property
+    def tokenizer_path(self) -> Path:
+        """Where its tokenizer is."""
+        path = Path(self.source).expanduser()
+        return path if is_hf_folder(path) else path / "tokenizer"
+
     @torch.no_grad()
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states of a batch on the model's device, [B * T, width]: as in training, documents apart."""
@@ -43,12 +51,18 @@ class Teacher:
     def softcap(self) -> float | None:
         return self.model.config.logit_softcap
 
+    def summary(self) -> str:
+        """A few words about it."""
+        size = sum(p.numel() for p in self.model.parameters()) / 1e6
+        where = device_name(self.model.head_weight.device)
+        return f"{size:.1f} million parameters, {self.description['compute']} on {where}"
+
     def require_tokenizer(self, digest: str, vocab_size: int) -> None:
         """Raises DataError when the data were tokenized otherwise than the teacher's, naming the remedy."""
         if digest != self.tokenizer:
             raise DataError(
                 f"tokenizer: the teacher {self.source} has {self.tokenizer[:12]}, the data {digest[:12]}; train the "
-                f"student on the teacher's: data.tokenizer.kind=file data.tokenizer.path={self.source}/tokenizer"
+                f"student on the teacher's: data.tokenizer.kind=file data.tokenizer.path={self.tokenizer_path}"
             )
         if self.model.vocab_size < vocab_size:
             raise DataError(
@@ -62,8 +76,9 @@ def open_teacher(config: TeacherConfig, engine: EngineConfig, device: torch.devi
     Raises: ConfigError when there is none at the path, CheckpointError when its checkpoint cannot be read.
     """
     path = Path(config.path).expanduser()
-    if not (path / "config.yaml").is_file():
-        raise ConfigError(f"teacher.path={config.path}: {_what_is(path)}")
+    if not ((path / "config.yaml").is_file() or is_hf_folder(path)):
+        what = "it is neither the folder of a run nor of a Hugging Face model" if path.is_dir() else "no such folder"
+        raise ConfigError(f"teacher.path={config.path}: {what}; give one, for example runs/pretrain")
     run = load_run(path, config.checkpoint, str(device), precision=config.precision)
     model = run.model.eval().requires_grad_(False)
     if wants_compile(engine.compile, device):
@@ -77,14 +92,6 @@ def open_teacher(config: TeacherConfig, engine: EngineConfig, device: torch.devi
         "precision": {key: plain(getattr(config.precision, key)) for key in ("forward", "define", "rules")},
     }
     return Teacher(model, run.tokenizer.digest, description, config.path)
-
-
-def _what_is(path: Path) -> str:
-    if not path.is_dir():
-        return "no such folder; give the folder of a run, for example runs/pretrain"
-    if (path / "config.json").is_file():
-        return "a Hugging Face model, which this version cannot open as a teacher; give the folder of a run"
-    return "not the folder of a run: it has no config.yaml"
 
 
 def weights_digest(model: Transformer) -> str:

@@ -104,7 +104,7 @@ def maker(distillation: DistillConfig, teacher: Teacher, dataset: Dataset) -> Ca
     """`maker(folder, targets=4, ...)`: a maker whose cache differs from the default in these settings."""
 
     def make(folder: Path, **settings: object) -> CacheMaker:
-        config = replace(distillation.cache, **settings)  # type: ignore[arg-type]
-        return CacheMaker(folder, config, config.tokens or 0, teacher, dataset)
+        cache = replace(distillation.cache, **settings)  # type: ignore[arg-type]
+        return CacheMaker(folder, replace(distillation, cache=cache), cache.tokens or 0, teacher, dataset)
 
     return make

@@ -23,7 +23,7 @@ def main() -> None:
     teacher = open_teacher(config.teacher, config.engine, torch.device("cpu"))
     data = prepare_data(config.data, lambda _: None)
     assert config.cache.tokens is not None
-    CacheMaker(Path(config.cache.path), config.cache, config.cache.tokens, teacher, data).make()
+    CacheMaker(Path(config.cache.path), config, config.cache.tokens, teacher, data).make()
 
 
 def die_in_shard(number: int) -> None:

@@ -1,0 +1,66 @@
+"""Distillations that cannot work, found before anything is loaded: the student's and the teacher's runs by `validate`,
+here what is the distillation's own."""
+
+from dataclasses import replace
+
+from lowbit.configs.schema import DistillConfig, Divergence, Estimator, RunConfig
+from lowbit.configs.validate import COUNT, FRACTION, POSITIVE, Range, check_ranges, refuse, validate
+from lowbit.errors import ConfigError
+
+RANGES = {
+    "teacher.max_steps": COUNT,
+    "cache.targets": Range(1, 255),
+    "cache.temperature": POSITIVE,
+    "cache.tokens": COUNT,
+    "cache.seed": Range(0, 2**32 - 1),
+    "cache.micro_batch": COUNT,
+    "cache.shard_tokens": COUNT,
+    "loss.alpha": FRACTION,
+}
+
+
+def validate_distill(config: DistillConfig) -> None:
+    """Raise ConfigError for the first setting that cannot work."""
+    validate(student_config(config))
+    check_ranges(config, RANGES)
+    if not config.teacher.path:
+        try:
+            validate(teacher_config(config))
+        except ConfigError as error:
+            raise ConfigError(f"teacher: {error}") from None
+    exact = config.cache.estimator is Estimator.topk
+    if config.loss.divergence is not Divergence.forward_kl and not exact:
+        keys = ("loss.divergence", "cache.estimator")
+        why = "sampled targets would bias it"
+        works = "loss.divergence=forward_kl or cache.estimator=topk would work"
+        raise refuse(config, *keys, why=why, works=works)
+
+
+def student_config(config: DistillConfig) -> RunConfig:
+    """The student's run: what its folder keeps as config.yaml."""
+    return RunConfig(**{name: getattr(config, name) for name in RunConfig.__dataclass_fields__})
+
+
+def teacher_config(config: DistillConfig) -> RunConfig:
+    """The run of the teacher that is trained where none is given: the student's, but for its model and length."""
+    return replace(
+        student_config(config),
+        run_name=f"{config.run_name}/teacher",
+        model=config.teacher.model,
+        max_steps=config.teacher.max_steps,
+        max_tokens=None,
+        max_minutes=None,
+        resume="auto",
+        init_from="",
+    )
+
+
+def student_tokens(config: DistillConfig) -> int:
+    """Positions that the student trains on, by its own limits. Raises ConfigError when they do not say."""
+    step = config.batch.sequences * config.data.sequence_length
+    limits = [config.max_tokens, config.max_steps and config.max_steps * step]
+    found = [limit for limit in limits if limit]
+    if not found:
+        why = "how many positions to cache does not follow from a limit of time"
+        raise refuse(config, "cache.tokens", "max_minutes", why=why, works="cache.tokens=1000000 would work")
+    return min(found)

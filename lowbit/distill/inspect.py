@@ -1,0 +1,143 @@
+"""Looking into a cache: what it holds, and whether it still is what its teacher would say."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.configs.schema import DataConfig, DistillConfig, EngineConfig, TeacherConfig
+from lowbit.configs.strict import build
+from lowbit.data.dataset import prepare_data
+from lowbit.data.loader import SampleOrder
+from lowbit.data.permutation import Permutation
+from lowbit.distill.codec import decode
+from lowbit.distill.making import CacheMaker
+from lowbit.distill.shards import Cache, require_same
+from lowbit.distill.teacher import open_teacher
+from lowbit.errors import ConfigError, DataError
+from lowbit.trainer.hardware import pick_device
+
+logger = logging.getLogger("lowbit")
+
+CLOSE = 0.05
+"""Nats by which the mean entropy of re-scored rows may differ on another device before it is another teacher."""
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """What re-scoring found."""
+
+    samples: int
+    identical: int
+    """Samples whose bits came out the same."""
+    entropy_difference: float
+    """Mean absolute difference of the stored entropies, nats."""
+
+
+def statistics(cache: Cache, folder: Path) -> list[str]:
+    """The lines that `lowbit distill stats` prints."""
+    layout, identity = cache.layout, cache.identity
+    positions = cache.samples * cache.length
+    each = cache.bytes / positions
+    totals = {key: sum(s.totals[key] for s in cache.shards) / positions for key in ("entropy", "named", "rest")}
+    teacher = identity["teacher"]
+    named = {
+        "varopt": f"{totals['named']:.1f} of {layout.targets} entries exact, with {1 - totals['rest']:.1%} of the mass",
+        "topk": f"{layout.targets} exact entries with {1 - totals['rest']:.1%} of the mass; biased, a baseline",
+        "gumbel": f"{layout.targets} entries, drawn without replacement",
+        "multinomial": f"{totals['named']:.1f} different entries of {layout.targets} draws",
+    }
+    return [
+        str(folder),
+        f"  teacher      {teacher['model']['layers']} layers of width {teacher['model']['width']}, step "
+        f"{teacher['step']}, {teacher['compute']}, digest {teacher['digest'][:12]}",
+        f"  data         {identity['data']['fingerprint'][:12]}, tokenizer {identity['tokenizer'][:12]}, vocabulary "
+        f"{layout.vocab_size:,}",
+        f"  positions    {positions:,} ({cache.samples:,} samples of {cache.length}, order and noise of seed "
+        f"{identity['seed']})",
+        f"  targets      {layout.estimator.value} at temperature {identity['temperature']:g}: "
+        f"{named[layout.estimator.value]}",
+        f"  entropy      {totals['entropy']:.3f} nats on average",
+        f"  size         {cache.bytes / 1e6:,.1f} MB in {len(cache.shards)} shards, {each:.2f} bytes a position, "
+        f"1/{2 * layout.vocab_size / each:,.0f} of BF16 distributions",
+        f"  versions     {' '.join(f'{k} {v}' for k, v in cache.manifest.get('versions', {}).items())}",
+    ]
+
+
+def rescore(cache: Cache, samples: int, seed: int, device: str, teacher_path: str | None = None) -> Rescored:
+    """Have the teacher read random samples again and compare with the stored rows.
+
+    They are taken in the cache's micro-batches, so that on the machine that made it every bit must come out the same.
+
+    Raises: DataError when teacher or data are others than the cache's, or the rows do not belong to them.
+    """
+    made = cache.manifest.get("made_with")
+    if not isinstance(made, dict):
+        raise DataError(f"{cache.folder}: the manifest does not say what the cache was made with")
+    try:
+        data_config = build(DataConfig, made["data"])
+        teacher_config = build(TeacherConfig, made["teacher"])
+    except (ConfigError, KeyError) as error:
+        raise DataError(f"{cache.folder}: the manifest's made_with was edited or damaged: {error}") from None
+    if teacher_path:
+        teacher_config = replace(teacher_config, path=teacher_path)
+    teacher = open_teacher(teacher_config, EngineConfig(), pick_device(device))
+    data = prepare_data(data_config, logger.info)
+    maker = CacheMaker(
+        cache.folder, _settings(cache, data_config, teacher_config), cache.samples * cache.length, teacher, data
+    )
+    require_same(cache.folder, cache.identity, maker.identity, "was made from something else")
+    order = SampleOrder(data, int(cache.identity["seed"]))
+    size = int(cache.identity["micro_batch"])
+    same, drift, count = 0, 0.0, 0
+    groups = cache.samples // size
+    chosen = Permutation(groups, "verify", seed)(np.arange(min(groups, -(-samples // size)), dtype=np.int64))
+    for first in (chosen * size).tolist():
+        numbers = np.arange(first, first + size, dtype=np.int64)
+        words, sizes, _ = maker.rows(data.training_batch(*order.locate(numbers)), first)
+        stored = cache.read(numbers)
+        words, starts = words.to(torch.int32).cpu(), (sizes.cumsum(0) - sizes).cpu()
+        pairs = zip(_split(words, starts), _split(stored.words, stored.starts), strict=True)
+        same += sum(torch.equal(here, there) for here, there in pairs)
+        here = decode(cache.layout, words, starts, cache.length)
+        there = decode(cache.layout, stored.words, stored.starts, cache.length)
+        drift += float((here.entropy - there.entropy).abs().mean()) * size
+        count += size
+    found = Rescored(count, same, drift / count)
+    if found.entropy_difference > CLOSE:
+        raise DataError(
+            f"{cache.folder}: {count - same} of {count} re-scored samples differ, by {found.entropy_difference:.3f} "
+            "nats of entropy on average: these rows are not this teacher's"
+        )
+    return found
+
+
+def _settings(cache: Cache, data: DataConfig, teacher: TeacherConfig) -> DistillConfig:
+    """The settings that would make this cache."""
+    identity = cache.identity
+    plain = DistillConfig()
+    positions = int(identity["shard_samples"]) * cache.length
+    return replace(
+        plain,
+        data=data,
+        teacher=teacher,
+        cache=replace(
+            plain.cache,
+            estimator=cache.layout.estimator,
+            targets=cache.layout.targets,
+            temperature=float(identity["temperature"]),
+            seed=int(identity["seed"]),
+            micro_batch=int(identity["micro_batch"]),
+            shard_tokens=positions,
+        ),
+    )
+
+
+def _split(words: Tensor, starts: Tensor) -> Iterator[Tensor]:
+    ends = [*starts.tolist()[1:], len(words)]
+    for begin, end in zip(starts.tolist(), ends, strict=True):
+        yield words[begin:end]

@@ -1,0 +1,114 @@
+"""What the commands of `lowbit distill` do: teacher -> cache -> student, each alone or all in one run.
+
+run folder           the student's run, as `lowbit pretrain` leaves it, and distill.yaml, everything that was set
+run folder/teacher   the teacher's run, where `teacher.path` names none
+run folder/cache     the cache, where `cache.path` names none
+"""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lowbit.configs.schema import CheckpointConfig, DistillConfig
+from lowbit.configs.validate_distill import student_tokens, teacher_config
+from lowbit.data.dataset import prepare_data
+from lowbit.distill.making import CacheMaker
+from lowbit.distill.shards import Cache
+from lowbit.distill.student import Distillation, describe
+from lowbit.distill.teacher import open_teacher
+from lowbit.errors import ConfigError, Interrupted
+from lowbit.trainer.checkpoint import CheckpointStore
+from lowbit.trainer.distributed import Ranks
+from lowbit.trainer.hardware import set_deterministic
+from lowbit.trainer.launch import Place, local_device, open_ranks
+from lowbit.trainer.loaded import shown_path
+from lowbit.trainer.memory import explain_out_of_memory
+from lowbit.trainer.run import RunResult, execute, pretrain_on
+
+logger = logging.getLogger("lowbit")
+
+
+def cache(config: DistillConfig, run_dir: Path, device: torch.device | None = None) -> Cache:
+    """Make the teacher's cache, or what is missing of it. Several processes share the work without being told.
+
+    Raises: ConfigError, DataError, CheckpointError, one line, for whatever is missing or does not fit.
+    """
+    if not config.teacher.path:
+        raise ConfigError(
+            "teacher.path is empty: name the folder of a run or of a Hugging Face model (`lowbit distill` alone trains "
+            "a teacher first)"
+        )
+    device = device or local_device(config.device, Place.of(os.environ))
+    set_deterministic(config.deterministic)
+    folder = cache_folder(config, run_dir)
+    with explain_out_of_memory(lambda: _out_of_memory(config)):
+        teacher = open_teacher(config.teacher, config.engine, device)
+        data = prepare_data(config.data, logger.info)
+        maker = CacheMaker(folder, config, config.cache.tokens or student_tokens(config), teacher, data)
+        logger.info("teacher %s: %s", config.teacher.path, teacher.summary())
+        try:
+            made = maker.make()
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"interrupted: the finished shards in {shown_path(folder)} are kept, and the same command goes on"
+            ) from None
+    logger.info("%s", describe(made))
+    return made
+
+
+def train(config: DistillConfig, run_dir: Path) -> RunResult:
+    """Train a student from a cache that is there."""
+    with open_ranks(config) as (ranks, device):
+        return _train(config, Path(ranks.share(str(run_dir))), ranks, device)
+
+
+def everything(config: DistillConfig, run_dir: Path) -> RunResult:
+    """A teacher, if none is named; its cache; the student. What is finished already is not done again."""
+    with open_ranks(config) as (ranks, device):
+        run_dir = Path(ranks.share(str(run_dir)))
+        config = with_teacher(config, run_dir, ranks, device)
+        cache(config, run_dir, device)
+        ranks.gather("cached")  # nobody goes on before all are done
+        return _train(config, run_dir, ranks, device)
+
+
+def with_teacher(config: DistillConfig, run_dir: Path, ranks: Ranks, device: torch.device) -> DistillConfig:
+    """The configuration with a teacher that exists: trained here and now unless `teacher.path` names one."""
+    if config.teacher.path:
+        return config
+    folder, run = run_dir / "teacher", teacher_config(config)
+    if ranks.share(_steps_done(folder) < config.teacher.max_steps if ranks.first else None):
+        logger.info("teacher: none is named, so one is trained first (%d steps)", config.teacher.max_steps)
+        pretrain_on(run, folder, ranks, device)
+    return replace(config, teacher=replace(config.teacher, path=str(folder)))
+
+
+def _train(config: DistillConfig, run_dir: Path, ranks: Ranks, device: torch.device) -> RunResult:
+    folder = cache_folder(config, run_dir)
+    logger.info("student: learns from %s", shown_path(folder))
+    return execute(lambda: Distillation(config, folder, run_dir, ranks, device), run_dir, ranks)
+
+
+def cache_folder(config: DistillConfig, run_dir: Path) -> Path:
+    """Where the cache is or will be."""
+    return Path(config.cache.path).expanduser() if config.cache.path else run_dir / "cache"
+
+
+def _steps_done(folder: Path) -> int:
+    """Steps of a run's newest checkpoint; 0 without one."""
+    if not (folder / "checkpoints").is_dir():
+        return 0
+    names = CheckpointStore(folder / "checkpoints", CheckpointConfig()).list()
+    return max((int(path.name.rpartition("_")[2]) for path in names), default=0)
+
+
+def _out_of_memory(config: DistillConfig) -> str:
+    size = config.cache.micro_batch
+    smaller = f"cache.micro_batch={max(1, size // 2)}" if size > 1 else "device=cpu"
+    return (
+        f"out of memory while caching at cache.micro_batch={size}: {smaller} needs less; finished shards are kept, but "
+        "a cache has one micro-batch for all of them, so give another cache.path"
+    )

@@ -1,0 +1,184 @@
+"""The student: the one training loop with another objective and another source of batches.
+
+    loss = alpha D(teacher, student) + (1 - alpha) cross-entropy        per token, over the stored targets
+
+`kl` in the metrics is the mean of D over a step's tokens with its standard error `kl_se`. For unbiased targets it is an
+unbiased estimate of KL(teacher || student), never clamped: near the optimum single steps may be negative.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit.configs.schema import DistillConfig, DistillLossConfig, Divergence, Estimator
+from lowbit.configs.stored import save_config
+from lowbit.configs.validate_distill import student_config
+from lowbit.data.batch import Batch
+from lowbit.data.dataset import Dataset
+from lowbit.data.loader import Loader
+from lowbit.distill.batches import CachedLoader, DistilledBatch
+from lowbit.distill.shards import Cache, open_cache, require_same
+from lowbit.errors import CheckpointError, ConfigError
+from lowbit.models.sparse_head import DistillTerms, SparseTargets, lm_head_distill_loss
+from lowbit.models.transformer import Transformer
+from lowbit.trainer.checkpoint import Snapshot
+from lowbit.trainer.distributed import Ranks
+from lowbit.trainer.loaded import shown_path
+from lowbit.trainer.loop import Position
+from lowbit.trainer.metrics import MetricsLog
+from lowbit.trainer.objective import Objective, ObjectiveOutput
+from lowbit.trainer.run import Pretraining
+from lowbit.trainer.schedule import sequences_at
+
+logger = logging.getLogger("lowbit")
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """Trains a model on the targets that its batches carry."""
+
+    terms: DistillTerms
+    renormalise: bool = False
+    """Divide the weights by their sum: for the likeliest tokens alone, whose forward KL would have no minimum."""
+
+    def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput:
+        assert isinstance(batch, DistilledBatch) and batch.teacher is not None
+        teacher = batch.teacher
+        if self.renormalise:
+            total = teacher.weights.sum(dim=1, keepdim=True)
+            teacher = SparseTargets(teacher.ids, teacher.weights / total, teacher.entropy)
+        hidden = model(batch.tokens, batch.visibility)  # [B, T, width]
+        out = lm_head_distill_loss(
+            hidden.flatten(0, 1),
+            model.head_weight,
+            batch.targets.flatten(),
+            batch.weights.flatten(),
+            teacher,
+            self.terms,
+            vocab_size=model.vocab_size,
+            softcap=model.config.logit_softcap,
+        )
+        moments = torch.stack([out.divergence_sum, out.divergence_square_sum])
+        return ObjectiveOutput(out.loss_sum, out.nll_sum, {"kl": moments})
+
+
+def open_caches(config: DistillConfig, folder: Path, data: Dataset, report: bool = True) -> list[Cache]:
+    """The caches that a student learns from, checked against its data, its loss and each other.
+
+    Raises: DataError, ConfigError, one line, naming the field in which they do not fit.
+    """
+    say = logger.info if report else (lambda _: None)
+    caches = [open_cache(path, report=say) for path in (folder, *(Path(p).expanduser() for p in config.cache.more))]
+    wanted = {
+        "tokenizer": data.tokenizer.digest,
+        "vocab_size": data.tokenizer.vocab_size,
+        "sequence_length": data.sequence_length,
+        "data": data.describe(),
+        "temperature": config.cache.temperature,
+    }
+    first = caches[0]
+    for cache in caches:
+        what = "does not fit the student (there: the cache; here: this run)"
+        require_same(cache.folder, {key: cache.identity[key] for key in wanted}, wanted, what)
+        shared = ("seed", "samples")
+        require_same(
+            cache.folder,
+            {key: cache.identity[key] for key in shared},
+            {key: first.identity[key] for key in shared},
+            f"holds other samples than {first.folder}, so they cannot be averaged",
+        )
+    check_loss(config.loss, caches)
+    return caches
+
+
+def check_loss(loss: DistillLossConfig, caches: Sequence[Cache]) -> None:
+    """Raises ConfigError for a divergence that these targets cannot give."""
+    estimators = {cache.layout.estimator for cache in caches}
+    if loss.divergence is not Divergence.forward_kl and (len(caches) > 1 or estimators != {Estimator.topk}):
+        raise ConfigError(
+            f"loss.divergence={loss.divergence.value}: needs the exact probabilities of one cache with "
+            f"cache.estimator=topk, here {', '.join(sorted(estimators))}; sampled targets would bias it, "
+            "loss.divergence=forward_kl takes them"
+        )
+    if Estimator.topk in estimators and len(estimators) > 1:
+        raise ConfigError("cache.more: topk caches (biased) cannot be averaged with sampled ones")
+
+
+class Distillation(Pretraining):
+    """A run whose batches come from a teacher's cache."""
+
+    def __init__(
+        self, config: DistillConfig, cache_dir: Path, run_dir: Path, ranks: Ranks, device: torch.device
+    ) -> None:
+        super().__init__(student_config(config), run_dir, ranks, device)
+        self.distill = config
+        self.cache_dir = cache_dir
+        self.caches: list[Cache] = []
+
+    def _make_loader(self) -> Loader:
+        config = self.config
+        first = self.ranks.first_does(lambda: open_caches(self.distill, self.cache_dir, self.data))
+        self.caches = self.ranks.together(
+            lambda: first or open_caches(self.distill, self.cache_dir, self.data, report=False)
+        )
+        for cache in self.caches if self.ranks.first else ():
+            logger.info("%s", describe(cache))
+        return CachedLoader(
+            self.data,
+            self.caches,
+            seed=config.seed,
+            sequences_at=lambda sample: sequences_at(config, sample),
+            micro_batch=config.batch.micro_batch,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+            prefetch=config.data.prefetch,
+            pin=self.device.type == "cuda",
+        )
+
+    def _make_objective(self) -> Objective:
+        loss = self.distill.loss
+        biased = self.caches[0].layout.estimator is Estimator.topk
+        if biased:
+            logger.warning("topk targets are biased towards the likeliest tokens: a baseline, not distillation")
+        return Distilled(
+            DistillTerms(loss.divergence, loss.alpha, self.distill.cache.temperature, self.config.optim.z_loss),
+            renormalise=biased and loss.divergence is Divergence.forward_kl,
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        return super()._identity() | {"caches": [cache_digest(cache) for cache in self.caches]}
+
+    def _resume(self, snapshot: Snapshot | None) -> Position:
+        if snapshot is not None:
+            was, now = snapshot.meta["identity"].get("caches"), self._identity()["caches"]
+            if was != now:
+                raise CheckpointError(
+                    "the checkpoint learned from other teachers' targets than cache.path and cache.more hold now: "
+                    "go on with those, or start anew under another run_name"
+                )
+        return super()._resume(snapshot)
+
+    def _fill_folder(self, position: Position) -> MetricsLog:
+        save_config(self.distill, self.run_dir / "distill.yaml")
+        return super()._fill_folder(position)
+
+
+def cache_digest(cache: Cache) -> str:
+    """What a checkpoint remembers of a cache: its content, wherever it lies."""
+    return hashlib.sha256("".join(shard.sha256 for shard in cache.shards).encode()).hexdigest()
+
+
+def describe(cache: Cache) -> str:
+    """One line about a cache."""
+    layout, positions = cache.layout, cache.samples * cache.length
+    size = cache.bytes / positions
+    return (
+        f"cache {shown_path(cache.folder)}: {positions:,} positions, {layout.targets} targets by "
+        f"{layout.estimator.value}, {size:.1f} bytes a position (1/{2 * layout.vocab_size / size:,.0f} of BF16 "
+        f"distributions), temperature {cache.identity['temperature']:g}"
+    )
