@@ -39,11 +39,24 @@ from torch.nn import functional as F
 from lowbit.quant.backends.base import Native
 from lowbit.quant.bits import round_to_bf16
 from lowbit.quant.hadamard import unrotate
+from lowbit.quant.kernels import ops
 from lowbit.quant.philox import Product, Side, Stream
 from lowbit.quant.policy import EMULATED, Alignment, Kept, LinearPolicy, Operand, ProductPolicy
-from lowbit.quant.product import Factor, bf16_valued, factor, multiply, signs_of
+from lowbit.quant.product import (
+    Dense,
+    Factor,
+    Fused,
+    Pair,
+    Wanted,
+    bf16_valued,
+    factor,
+    factor_pair,
+    multiply,
+    pack,
+    signs_of,
+)
 from lowbit.quant.quantise import Memory
-from lowbit.quant.quantised import Packed, Quantised, Values, crop, to_codes
+from lowbit.quant.quantised import Packed, crop
 from lowbit.quant.spec import Outer, Scale
 
 
@@ -65,7 +78,7 @@ def linear_products(
         return tuple(F.linear(x, w.to(x.dtype)) for w in weights)
     weight_grad = any(w.requires_grad for w in weights)
     if not torch.is_grad_enabled() or not (weight_grad or x.requires_grad):
-        return training_forward(x, weights, keys, choices, clock, policy, amax).outputs
+        return training_forward(x, weights, keys, choices, clock, policy, amax, keeping=False).outputs
     spec = Call(policy, len(weights), x.requires_grad, weight_grad)
     outputs: tuple[Tensor, ...]
     outputs = LinearProducts.apply(x, clock, amax, spec, *weights, *keys, *choices)  # type: ignore[no-untyped-call]
@@ -91,7 +104,7 @@ class LinearProducts(torch.autograd.Function):
         ctx: Any, x: Tensor, clock: Tensor, amax: Tensor | None, call: Call, *of_weights: Any
     ) -> tuple[Tensor, ...]:
         weights, keys, choices = in_threes(of_weights)
-        result = training_forward(x, weights, keys, choices, clock, call.policy, amax)
+        result = training_forward(x, weights, keys, choices, clock, call.policy, amax, call.weight_grad)
         kept = keep(x, result, keys[0], clock, call.policy) if call.weight_grad else KeptInput(None)
         ctx.call, ctx.dtype, ctx.shapes = call, x.dtype, kept.shapes
         ctx.save_for_backward(clock, *kept.tensors, *of_weights)
@@ -104,12 +117,15 @@ class LinearProducts(torch.autograd.Function):
         clock, data, scales, outer, mean, *of_weights = ctx.saved_tensors
         weights, keys, choices = in_threes(of_weights)
         dx = None
+        pairs = _left_pairs(grads, call)
         if call.input_grad:
-            dx = _input_gradient(grads, weights, keys, choices, clock, call.policy, ctx.dtype)
+            lefts = [left for left, _ in pairs]
+            dx = _input_gradient(grads, weights, keys, choices, clock, call.policy, ctx.dtype, lefts)
         dws: tuple[Tensor | None, ...] = (None,) * call.count
         if call.weight_grad:
             kept = KeptInput(data, scales, outer, mean, *ctx.shapes)
-            found = weight_gradients(grads, kept, weights[0].shape[1], keys, clock, call.policy, ctx.dtype)
+            lefts = [left for _, left in pairs]
+            found = weight_gradients(grads, kept, weights[0].shape[1], keys, clock, call.policy, ctx.dtype, lefts)
             dws = tuple(dw.to(w.dtype) for dw, w in zip(found, weights, strict=True))
         return dx, None, None, None, *dws, *(None,) * (2 * call.count)
 
@@ -135,6 +151,8 @@ class Fprop:
     """[tokens, in]: what was quantised, X or X_r."""
     mean: Tensor | None
     """[1, in], FP32, if it was split off."""
+    right_of_wgrad: Factor | None = None
+    """Q6(X^T), where a backend made it along with `left`."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +175,13 @@ class KeptInput:
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, int]]:
         return self.shape, self.scale_shape
 
-    def unpack(self, operand: Operand) -> Quantised:
+    def unpack(self, operand: Operand, dtype: torch.dtype) -> Factor:
+        """The factor that was packed."""
         assert self.data is not None and self.scales is not None and operand.spec is not None
         packed = Packed(self.data, self.scales, self.outer, self.shape, operand.spec, self.scale_shape, False)
-        codes = packed.unpack()
-        return codes if operand.backend == EMULATED else Native.of(codes, operand.backend)
+        if operand.backend != EMULATED:
+            return Native.of(packed.unpack(), operand.backend)
+        return Fused.unpack(packed, dtype) if ops.takes(self.data) else packed.unpack()
 
 
 def forward_product(
@@ -172,19 +192,25 @@ def forward_product(
     signs: Tensor | None,
     policy: LinearPolicy,
     amax: Tensor | None = None,
+    keeping: bool = False,
 ) -> Fprop:
-    """fprop, with the weights' factors at hand; `stream` is x's."""
+    """fprop, with the weights' factors at hand; `stream` is x's. `keeping`: `keep` will follow."""
     dtype, mean = x.dtype, None
     if policy.mean_split:
         mean, x = split_mean(x)
-    left = factor(x, policy.fprop.left, stream, signs, dtype, amax=amax)
+    left, transposed = None, None
+    if keeping and policy.kept is Kept.TRANSPOSED and not (policy.fprop.rotation or policy.wgrad.rotation):
+        left, transposed = factor_pair(x, policy.fprop.left, policy.wgrad.right) if amax is None else (None, None)
+    if left is None:
+        wanted = Wanted.BOTH if keeping and policy.kept is Kept.FORWARD else Wanted.OPERAND
+        left = factor(x, policy.fprop.left, stream, signs, dtype, amax=amax, wanted=wanted)
     if mean is None:
         outputs = [multiply(left, right, dtype, fast=True) for right in rights]
     else:
         constants = [mean @ bf16_valued(weight, torch.float32).t() for weight in weights]  # [1, out]
         sums = [multiply(left, right, dtype, torch.float32, fast=True) for right in rights]
         outputs = [(y + constant).to(dtype) for y, constant in zip(sums, constants, strict=True)]
-    return Fprop(tuple(outputs), left, x, mean)
+    return Fprop(tuple(outputs), left, x, mean, transposed)
 
 
 def training_forward(
@@ -195,11 +221,13 @@ def training_forward(
     clock: Tensor,
     policy: LinearPolicy,
     amax: Tensor | None = None,
+    keeping: bool = True,
 ) -> Fprop:
-    """fprop as training computes it."""
+    """fprop as training computes it. `keeping`: `keep` may follow."""
     stream = Stream(keys[0], clock, Product.FPROP, Side.LEFT)
     rights = weight_factors(weights, keys, choices, clock, policy, x.dtype)
-    return forward_product(x, weights, rights, stream, rotation_signs(policy.fprop, stream), policy, amax)
+    signs = rotation_signs(policy.fprop, stream)
+    return forward_product(x, weights, rights, stream, signs, policy, amax, keeping)
 
 
 def weight_factors(
@@ -227,18 +255,32 @@ def keep(x: Tensor, forward: Fprop, key: Tensor, clock: Tensor, policy: LinearPo
     """What the policy says to keep, packed."""
     if policy.kept is Kept.INPUT:
         return KeptInput(x)
-    codes = forward.left
+    made = forward.left
     if policy.kept is Kept.TRANSPOSED:
-        codes = _wgrad_right(forward.x, key, clock, policy, x.dtype)
-    assert isinstance(codes, (Values, Quantised))
-    packed = (to_codes(codes) if isinstance(codes, Values) else codes).pack().trim()
+        made = forward.right_of_wgrad or _wgrad_right(forward.x, key, clock, policy, x.dtype, Wanted.CODES)
+    packed = pack(made)
     return KeptInput(packed.data, packed.scales, packed.outer, forward.mean, packed.shape, packed.scale_shape)
 
 
-def _wgrad_right(x: Tensor, key: Tensor, clock: Tensor, policy: LinearPolicy, dtype: torch.dtype) -> Factor:
+def _wgrad_right(
+    x: Tensor,
+    key: Tensor,
+    clock: Tensor,
+    policy: LinearPolicy,
+    dtype: torch.dtype,
+    wanted: Wanted = Wanted.OPERAND,
+) -> Factor:
     """Q6(X^T R) [in, tokens]."""
     stream = Stream(key, clock, Product.WGRAD, Side.RIGHT)
-    return factor(x.t(), policy.wgrad.right, stream, rotation_signs(policy.wgrad, stream), dtype)
+    return factor(x.t(), policy.wgrad.right, stream, rotation_signs(policy.wgrad, stream), dtype, wanted=wanted)
+
+
+def _left_pairs(grads: Sequence[Tensor], call: Call) -> list[Pair]:
+    """Q3(dY) and Q5(dY^T) of each sibling, where a backend makes both from one reading."""
+    dgrad, wgrad = call.policy.dgrad, call.policy.wgrad
+    if not (call.input_grad and call.weight_grad) or dgrad.rotation or wgrad.rotation:
+        return [(None, None)] * len(grads)
+    return [factor_pair(grad, dgrad.left, wgrad.left) for grad in grads]
 
 
 def _input_gradient(
@@ -249,6 +291,7 @@ def _input_gradient(
     clock: Tensor,
     policy: LinearPolicy,
     dtype: torch.dtype,
+    lefts: Sequence[Factor | None],
 ) -> Tensor:
     """dgrad: dX [tokens, in], the sum over siblings."""
     sources: list[tuple[Tensor, Tensor | None]] = [(weight, None) for weight in weights]
@@ -256,7 +299,7 @@ def _input_gradient(
         forward_signs = rotation_signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.RIGHT))
         factors = weight_factors(weights, keys, choices, clock, policy, dtype)
         sources = [_dequantised(f, forward_signs, w.shape[1]) for f, w in zip(factors, weights, strict=True)]
-    return dgrad(grads, sources, keys, clock, policy, dtype)
+    return dgrad(grads, sources, keys, clock, policy, dtype, lefts)
 
 
 def dgrad(
@@ -266,13 +309,15 @@ def dgrad(
     clock: Tensor,
     policy: LinearPolicy,
     dtype: torch.dtype,
+    lefts: Sequence[Factor | None] | None = None,
 ) -> Tensor:
-    """dX from what stands for each W [out, in], and the scale that follows it."""
+    """dX from what stands for each W [out, in], and the scale that follows it. lefts: Q3(dY), what there is of them."""
     total = None
-    for grad, (source, after), key in zip(grads, sources, keys, strict=True):
+    lefts = lefts or [None] * len(grads)
+    for grad, (source, after), key, left in zip(grads, sources, keys, lefts, strict=True):
         left_stream = Stream(key, clock, Product.DGRAD, Side.LEFT)
         signs = rotation_signs(policy.dgrad, left_stream)
-        left = factor(grad, policy.dgrad.left, left_stream, signs, dtype)
+        left = left or factor(grad, policy.dgrad.left, left_stream, signs, dtype)
         right_stream = Stream(key, clock, Product.DGRAD, Side.RIGHT)
         right = factor(source.t(), policy.dgrad.right, right_stream, signs, dtype)
         part = multiply(left, right, dtype, after=after)
@@ -289,26 +334,28 @@ def weight_gradients(
     clock: Tensor,
     policy: LinearPolicy,
     dtype: torch.dtype,
+    lefts: Sequence[Factor | None] | None = None,
 ) -> tuple[Tensor, ...]:
-    """wgrad: one dW [out, width], FP32, a sibling.
+    """wgrad: one dW [out, width], FP32, a sibling. lefts: Q5(dY^T), what there is of them.
 
     Their rotation signs are the first one's, since X^T is rotated once.
     """
     after = None
     right: Factor
     if policy.kept is Kept.TRANSPOSED:
-        right = kept.unpack(policy.wgrad.right)
+        right = kept.unpack(policy.wgrad.right, dtype)
     elif policy.kept is Kept.INPUT:
         assert kept.data is not None
         right = _wgrad_right(kept.data, keys[0], clock, policy, dtype)
     else:
         forward_signs = rotation_signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.LEFT))
-        source, after = _dequantised(kept.unpack(policy.fprop.left), forward_signs, width)
+        source, after = _dequantised(kept.unpack(policy.fprop.left, dtype), forward_signs, width)
         right = _wgrad_right(source, keys[0], clock, policy, dtype)
     signs = rotation_signs(policy.wgrad, Stream(keys[0], clock, Product.WGRAD, Side.RIGHT))
     gradients = []
-    for grad, key in zip(grads, keys, strict=True):
-        left = factor(grad.t(), policy.wgrad.left, Stream(key, clock, Product.WGRAD, Side.LEFT), signs, dtype)
+    for grad, key, left in zip(grads, keys, lefts or [None] * len(grads), strict=True):
+        stream = Stream(key, clock, Product.WGRAD, Side.LEFT)
+        left = left or factor(grad.t(), policy.wgrad.left, stream, signs, dtype)
         dw = multiply(left, right, dtype, torch.float32, after)
         if kept.mean is not None:
             dw = dw + bf16_valued(grad, torch.float32).sum(0)[:, None] * kept.mean
@@ -326,7 +373,7 @@ def _dequantised(forward: Factor, signs: Tensor | None, width: int) -> tuple[Ten
     A whole tensor's scale need not go through BF16; those of rows must, because the backward sums over rows.
     """
     after = None
-    assert isinstance(forward, (Values, Quantised))
+    assert not isinstance(forward, Dense)
     if forward.spec.outer is Outer.TENSOR or (forward.spec.scale is Scale.FP32 and forward.spec.block[0] == 0):
         matrix, after = forward.operand(), forward.after()
     else:

@@ -12,6 +12,7 @@ them.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -20,13 +21,25 @@ from lowbit.quant.backends import NATIVE
 from lowbit.quant.backends.base import Native
 from lowbit.quant.bits import round_to_bf16
 from lowbit.quant.hadamard import rotate
+from lowbit.quant.kernels import ops
 from lowbit.quant.philox import Stream
 from lowbit.quant.policy import EMULATED, Operand, Signs
 from lowbit.quant.quantise import Memory, quantise_values
-from lowbit.quant.quantised import Quantised, Values
+from lowbit.quant.quantised import Packed, Quantised, Values, to_codes
+from lowbit.quant.spec import Outer, QuantSpec, Scale
 
 TRANSFORMER_ENGINE_SIGNS = 0xD7E8
 """Where its fixed vector of 16 signs is -1, first element in the lowest bit."""
+
+
+class Wanted(Enum):
+    """What of a factor is needed."""
+
+    OPERAND = 0
+    """To multiply."""
+    CODES = 1
+    """To store."""
+    BOTH = 2
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,56 @@ class Dense:
         return self.scale
 
 
-Factor = Values | Quantised | Dense
+@dataclass(frozen=True)
+class Fused:
+    """A factor that one kernel made (`kernels.ops`)."""
+
+    spec: QuantSpec
+    shape: tuple[int, int]
+    """[rows, k], k as rotation padded it."""
+    matrix: Tensor
+    """The operand, in the type of the product; without elements if it was not asked for, like the codes."""
+    scale: Tensor
+    data: Tensor
+    scales: Tensor
+    outer: Tensor
+
+    def operand(self) -> Tensor:
+        """As `Values.operand`."""
+        return self.matrix
+
+    def after(self) -> Tensor | None:
+        """As `Values.after`."""
+        return None if self.scale.numel() == 0 else self.scale
+
+    def dequantise(self) -> Tensor:
+        """As `Values.dequantise`, in the type of the product."""
+        after = self.after()
+        return self.matrix if after is None else bf16_valued(self.matrix.float() * after, self.matrix.dtype)
+
+    def pack(self) -> Packed:
+        """As it is stored, trimmed."""
+        outer = self.outer if self.outer.numel() else None
+        rows, columns = self.scales.shape
+        return Packed(self.data, self.scales, outer, self.shape, self.spec, (rows, columns), False)
+
+    @classmethod
+    def unpack(cls, packed: Packed, dtype: torch.dtype) -> "Fused":
+        """The factor from what is stored."""
+        spec, (rows, width) = packed.spec, packed.shape
+        matrix = ops.unpack_op(packed.data, packed.scales, packed.outer, ops.spec_text(spec), rows, width, dtype)
+        none = packed.data.new_empty(0)
+        scale = none.float()
+        if spec.outer in (Outer.TENSOR, Outer.ROW):
+            assert packed.outer is not None
+            scale = packed.outer
+        elif spec.scale is Scale.FP32:
+            scale = packed.scales
+        return cls(spec, (rows, width), matrix, scale, none, none, none)
+
+
+Factor = Values | Quantised | Dense | Fused
+Pair = tuple[Factor, Factor] | tuple[None, None]
 
 
 def signs_of(stream: Stream, size: int, signs: Signs) -> Tensor | None:
@@ -55,6 +117,9 @@ def signs_of(stream: Stream, size: int, signs: Signs) -> Tensor | None:
     if size == 0:
         return None
     if signs is Signs.FRESH:
+        if ops.takes(stream.key):
+            drawn: Tensor = ops.signs_op(stream.key, stream.clock, ops.lane_of(stream), size)
+            return drawn
         return stream.signs(size)
     place = torch.arange(16, device=stream.key.device)
     return 1.0 - 2.0 * ((TRANSFORMER_ENGINE_SIGNS >> place) & 1).float()
@@ -62,7 +127,9 @@ def signs_of(stream: Stream, size: int, signs: Signs) -> Tensor | None:
 
 def bf16_valued(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x, BF16 or FP32, rounded to BF16 and held in `dtype` (BF16 or FP32)."""
-    return (x if x.dtype == torch.bfloat16 else round_to_bf16(x)).to(dtype)
+    if x.dtype == torch.bfloat16:
+        return x.to(dtype)
+    return ops.rounded_op(x, dtype) if ops.takes(x) else round_to_bf16(x).to(dtype)
 
 
 def factor(
@@ -73,18 +140,53 @@ def factor(
     dtype: torch.dtype,
     memory: Memory | None = None,
     amax: Tensor | None = None,
+    wanted: Wanted = Wanted.OPERAND,
 ) -> Factor:
     """x [rows, k], BF16 or FP32, any strides -> rotated and quantised.
 
-    `dtype` holds what stays BF16: that of the product. `memory`, `amax`: see `quantise_values`.
+    Args:
+        dtype: that of the product. memory, amax: see `quantise_values`.
     """
+    spec = operand.spec
+    emulated = operand.backend == EMULATED
+    if emulated and ops.takes(x) and (spec is not None or signs is not None) and (memory is None or memory.margin == 1):
+        choice = None if memory is None else memory.choice
+        settings = (
+            ops.spec_text(spec),
+            ops.lane_of(stream),
+            dtype,
+            wanted is not Wanted.CODES,
+            wanted is not Wanted.OPERAND,
+        )
+        matrix, scale, *codes = ops.factor_op(x, signs, stream.key, stream.clock, choice, amax, *settings)
+        if spec is None:
+            return Dense(matrix)
+        width = x.shape[1] if signs is None else -(-x.shape[1] // signs.shape[0]) * signs.shape[0]
+        return Fused(spec, (x.shape[0], width), matrix, scale, *codes)
     if signs is not None:
         x = rotate(x, signs, signs.shape[0])
-    if operand.spec is None:
+    if spec is None:
         return Dense(bf16_valued(x, dtype))
-    if operand.backend != EMULATED:
-        return NATIVE[operand.backend].factor(x, operand.spec, amax)
-    return quantise_values(x, operand.spec, stream, memory, amax)
+    if not emulated:
+        return NATIVE[operand.backend].factor(x, spec, amax, stream, memory)
+    return quantise_values(x, spec, stream, memory, amax)
+
+
+def pack(made: Factor) -> Packed:
+    """A quantised factor as it is stored, trimmed."""
+    if isinstance(made, Fused):
+        return made.pack()
+    assert not isinstance(made, Dense)
+    return (to_codes(made) if isinstance(made, Values) else made).pack().trim()
+
+
+def factor_pair(x: Tensor, operand: Operand, operand_t: Operand, amax: Tensor | None = None) -> Pair:
+    """The factors of x and of x^T, unrotated, from one reading of x; (None, None) where no backend can."""
+    if operand.spec is None or operand_t.spec is None or operand.backend != operand_t.backend:
+        return None, None
+    if operand.backend == EMULATED:
+        return None, None
+    return NATIVE[operand.backend].factor_pair(x, operand.spec, operand_t.spec, amax)
 
 
 def multiply(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import lowbit.quant.product
+import lowbit.quant.linear_products
 from lowbit.errors import ConfigError
 from lowbit.models.layers import Linear, frozen_weights, project
 from lowbit.quant import spec as S
@@ -286,13 +286,13 @@ def test_layers_of_different_policies_are_called_one_by_one() -> None:
 def test_nothing_is_quantised_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k, v together: X once and 3 W forward; 3 W again, 3 W^T, 3 dY, 3 dY^T and X^T once backward."""
     calls: list[tuple[int, ...]] = []
-    real = lowbit.quant.product.quantise_values
+    real = lowbit.quant.linear_products.factor
 
-    def counted(x: Tensor, *rest: object) -> object:
+    def counted(x: Tensor, *rest: object, **more: object) -> object:
         calls.append(tuple(x.shape))
-        return real(x, *rest)
+        return real(x, *rest, **more)
 
-    monkeypatch.setattr(lowbit.quant.product, "quantise_values", counted)
+    monkeypatch.setattr(lowbit.quant.linear_products, "factor", counted)
     q, k, v = (layer(n, POLICIES["nvfp4"], 256, 128) for n in ("q", "kk", "vvv"))
     x = torch.randn(384, 256, requires_grad=True)
     outputs = project(x, q, k, v)

@@ -201,13 +201,14 @@ def run_factor(
     if data.numel() and spec is not None:
         stored = data.shape[1] * 8 // spec.element.bits
     rotation = 0 if signs is None else signs.shape[0]
+    width = -(-x.shape[1] // rotation) * rotation if rotation else x.shape[1]
     call = Call(
         _pointer(x),
         *x.shape,
         *x.stride(),
         x.dtype == torch.bfloat16,
         operand.dtype == torch.bfloat16,
-        operand.shape[1],
+        width,
         padded,
         stored,
         _pointer(signs),

@@ -47,6 +47,11 @@ def spec_of(text: str) -> QuantSpec | None:
     return QuantSpec(name, fmt, (int(rows), int(columns)), *kinds, float(bound), float(target))
 
 
+def takes(x: Tensor) -> bool:
+    """Whether these operators run where x is."""
+    return x.device.type == "cpu"
+
+
 def lane_of(stream: Stream) -> int:
     """What the stream's words are of, without their purpose (see `philox`)."""
     return int(stream.product) << 8 | int(stream.side) << 4
@@ -217,3 +222,14 @@ def signs_op(key: Tensor, clock: Tensor, lane: int, count: int) -> Tensor:
 @signs_op.register_fake
 def _(key: Tensor, clock: Tensor, lane: int, count: int) -> Tensor:
     return key.new_empty(count, dtype=torch.float32)
+
+
+@torch.library.custom_op("lowbit::rounded", mutates_args=(), device_types="cpu")
+def rounded_op(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP32 x rounded to BF16, held in `dtype`; a compiler may not leave the rounding out."""
+    return x.to(torch.bfloat16).to(dtype)
+
+
+@rounded_op.register_fake
+def _(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(torch.bfloat16).to(dtype)
