@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from lowbit.configs.schema import ClampConfig
 from lowbit.errors import ConfigError
+from lowbit.models.layers import Linear
 from lowbit.quant import spec as S
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.policy import HIGH, LinearPolicy, Operand, ProductPolicy
 from lowbit.quant.quantise import quantise
-from lowbit.quant.stabilisers.clamp import Clamp, ClampedSquare, Site, activation_deviation
+from lowbit.quant.stabilisers.clamp import Clamp, ClampedSquare, Site, activation_deviation, install
 
 INT8 = LinearPolicy(ProductPolicy(Operand(S.INT8_ROW), Operand(S.INT8_ROW)))
 
@@ -133,7 +134,7 @@ def test_a_fixed_bound_collapses_where_a_dynamic_one_does_not(scale: float) -> N
 
 def network(policy: LinearPolicy = INT8, width: int = 64, hidden: int = 128) -> Site:
     up, down = layer_of(policy, width, hidden, "up"), layer_of(policy, hidden, width, "down")
-    return Site("blocks.0.mlp", up, torch.rand(width) + 0.5, ClampedSquare(down), down)
+    return install("blocks.0.mlp", up, torch.rand(width) + 0.5, down)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -234,7 +235,9 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="no squared-ReLU network"):
         Clamp(ClampConfig(enabled=True), [])
     with pytest.raises(ConfigError, match=r"blocks\.0\.mlp\.down multiplies BF16.*precision=int8"):
-        Clamp(ClampConfig(enabled=True), [network(LinearPolicy(HIGH))])
+        network(LinearPolicy(HIGH))
+    with pytest.raises(ConfigError, match="down multiplies BF16"):
+        install("blocks.0.mlp", Linear(8, 8), torch.ones(8), Linear(8, 8))
     site = network()
     site.up.weight = nn.Parameter(torch.zeros(10))
     with pytest.raises(ConfigError, match="whole weight"):

@@ -398,6 +398,42 @@ def test_shards_give_the_bits_of_the_whole(spec: QuantSpec, cuts: list[int], det
             assert round(sum(shares)) == round(row["quant/reset_share"] * 4096) >= changed > 0
 
 
+@pytest.mark.parametrize("spec", [S.NVFP4_POW2_46, S.NVFP4_46])
+def test_windows_of_shards_travel_whole(spec: QuantSpec) -> None:
+    """Saved by two processes inside a window and loaded by three, they go on as if never interrupted."""
+    whole, sharded = layer_of(spec), layer_of(spec)
+    ours = OsciReset(CONFIG, lambda: [Master("up.weight", whole.weight.detach(), whole)])
+    first, then = ([2048], [512, 512, 1024]) if spec is S.NVFP4_POW2_46 else ([], [])
+    parts = shards_of(sharded, first)
+    ranks = [OsciReset(CONFIG, lambda part=part: [part]) for part in parts]
+    for t in range(1, 18):
+        for layer in (whole, sharded):
+            jiggle([layer.weight.detach()], t)
+        ours.after_step(t, 0.0)
+        for rank in ranks:
+            rank.after_step(t, 0.0)
+        if t == 13:
+            slots = [rank.shard_slots() for rank in ranks]
+            state = ranks[0].state_tensors(windows=False)
+            assert state.keys() == {"started"}
+            gathered = {slot: torch.cat([s[slot]["up.weight"] for s in slots]) for slot in slots[0]}
+            parts = shards_of(sharded, then)
+            ranks = [OsciReset(CONFIG, lambda part=part: [part]) for part in parts]
+            for rank, part in zip(ranks, parts, strict=True):
+                rank.load_state_tensors(state)
+                mine = slice(part.start, part.start + part.tensor.numel())
+                rank.load_shard_slots({slot: {"up.weight": g[mine]} for slot, g in gathered.items()})
+        assert torch.equal(whole.weight, sharded.weight), t
+
+
+def test_the_efficient_detectors_windows_do_not_travel() -> None:
+    layer = layer_of(S.NVFP4_POW2)
+    ours = OsciReset(replace(CONFIG, detector=OsciDetector.efficient), lambda: shards_of(layer, []))
+    assert set(ours.shard_slots()) == {"weight", "value", "moved", "jumped"}  # none open: empty parts
+    ours.after_step(10, 0.0)
+    assert ours.shard_slots() == {}
+
+
 @pytest.mark.parametrize(
     ("spec", "cut", "why"),
     [

@@ -34,10 +34,12 @@ from torch.nn import functional as F
 
 from lowbit.configs.schema import ClampConfig
 from lowbit.errors import ConfigError
+from lowbit.models.layers import Linear
 from lowbit.quant.bits import divide
 from lowbit.quant.formats import INT8
 from lowbit.quant.linear import LowbitLinear
 
+KEY = "precision.stabilisers.clamp.enabled=true"
 LEVELS = 127
 CLIPPED = 128
 """The byte kept for an element beyond the bound, whose gradient is zero."""
@@ -103,27 +105,30 @@ class Site(NamedTuple):
     """One squared-ReLU network."""
 
     name: str
-    up: LowbitLinear
+    up: Linear
     gain: Tensor
     """[d]: the weight of the norm before it."""
     square: ClampedSquare
     down: LowbitLinear
 
 
+def install(name: str, up: Linear, gain: Tensor, down: Linear) -> Site:
+    """A site with its square; raises ConfigError when `down` does not multiply in INT8."""
+    if not isinstance(down, LowbitLinear) or not multiplies_int8(down):
+        word = down.policy.fprop.left.name if isinstance(down, LowbitLinear) else "BF16"
+        raise ConfigError(
+            f"{KEY}: {name}.down multiplies {word}, and the bound is that of an INT8 grid: precision=int8 would work"
+        )
+    return Site(name, up, gain, ClampedSquare(down), down)
+
+
 class Clamp:
     """Keeps every network's bound in step with its weights."""
 
     def __init__(self, config: ClampConfig, sites: Sequence[Site]) -> None:
-        """Raises ConfigError when there is nothing to clamp, or `down` does not multiply in INT8."""
-        key = "precision.stabilisers.clamp.enabled=true"
+        """Raises ConfigError when there is nothing to clamp."""
         if not sites:
-            raise ConfigError(f"{key}: the model has no squared-ReLU network: model.mlp=relu2 would work")
-        for site in sites:
-            if not multiplies_int8(site.down):
-                raise ConfigError(
-                    f"{key}: {site.name}.down multiplies {site.down.policy.fprop.left.name}, and the bound is that of "
-                    "an INT8 grid: precision=int8 would work"
-                )
+            raise ConfigError(f"{KEY}: the model has no squared-ReLU network: model.mlp=relu2 would work")
         self._deviations = config.deviations
         self._sites = sites
 

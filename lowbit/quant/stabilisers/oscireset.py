@@ -39,6 +39,7 @@ from lowbit.quant.stabilisers.grid import forward_value, off_centre
 from lowbit.quant.stabilisers.masters import Master, block_counts, put_rows, quantised_rows, weight_spec
 
 KEY = "precision.stabilisers.oscireset"
+SHARD_SLOTS = ("weight", "value", "moved", "jumped")
 Sum = Callable[[Tensor], Tensor]
 """A tensor's sum over the ranks, on every rank."""
 
@@ -215,10 +216,39 @@ class OsciReset:
 
     # State ------------------------------------------------------------------------------------------------------
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def shard_slots(self) -> dict[str, dict[str, Tensor]]:
+        """Open windows in the layout of the shards: slot -> weight -> this process's part, flat FP32.
+
+        Every weight is there, with an empty tensor where this process holds nothing of it. Nothing at all where a
+        window does not have that layout: the efficient detector's, and those without OutControl's channels.
+        """
+        slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in SHARD_SLOTS}
+        for master in self._masters():
+            window = self._windows.get(master.name)
+            if window is not None and (window.index is not None or window.weight.numel() != master.tensor.numel()):
+                return {}
+            for slot, parts in slots.items():
+                part = master.tensor[:0] if window is None else getattr(window, slot)
+                parts[master.name] = part.float().reshape(-1)
+        return slots
+
+    def load_shard_slots(self, slots: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The inverse; flips are counted from here on."""
+        for master in self._masters():
+            spec = weight_spec(master)
+            if spec is None or master.tensor.numel() == 0:
+                continue
+            weight = quantised_rows(master, spec)
+            values, choice = self._quantise(master, spec, weight)
+            window = self._open(weight, values, choice)
+            for slot in SHARD_SLOTS:
+                getattr(window, slot).copy_(slots[slot][master.name].view(weight.shape))
+            self._windows[master.name] = window
+
+    def state_tensors(self, windows: bool = True) -> dict[str, Tensor]:
         """Everything that goes on after a resume, by name: open windows, choices, whether it has started."""
         state = {"started": torch.tensor(self._started)}
-        for name, window in self._windows.items():
+        for name, window in self._windows.items() if windows else ():
             state |= {f"{name}.{slot}": tensor for slot, tensor in window.tensors().items()}
         for master in self._masters():
             if master.layer.choice is not None:

@@ -322,21 +322,21 @@ class OutControl:
                 layer.choice.zero_()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Norms so far, or the channels once they are fixed."""
+        """Norms so far, of all ranks, or the channels once they are fixed."""
         state = {"measured": torch.tensor(self._measured), "fixed": torch.tensor(self._fixed)}
-        state |= {f"{name}.norms": norm for name, norm in self._norms.items()}
+        state |= {f"{name}.norms": self._sum(norm) for name, norm in self._norms.items()}
         for name, layer in self._layers.items():
             if isinstance(layer.retained, RetainedChannels):
                 state[f"{name}.order"] = layer.retained.order
         return state
 
-    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state."""
+    def load_state_tensors(self, state: Mapping[str, Tensor], first: bool = True) -> None:
+        """Go on from a saved state. Of several ranks only the `first` takes the norms, which are sums over all."""
         self._measured, self._fixed = int(state["measured"]), bool(state["fixed"])
         self._norms, orders = {}, {}
         for name, layer in self._layers.items():
             if (norm := state.get(f"{name}.norms")) is not None:
-                self._norms[name] = norm.to(layer.weight.device, copy=True)
+                self._norms[name] = norm.to(layer.weight.device, copy=True) * float(first)
             if (order := state.get(f"{name}.order")) is not None:
                 orders[name] = order
         self._retain(orders)
