@@ -17,7 +17,7 @@ NumPy does the elementwise work, PyTorch the conversions and look-ups (its are f
 """
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +49,12 @@ Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint64]
 
-CHUNK = 8 * TILE
-"""Values coded at a time: 128 KB in FP32."""
+W = TypeVar("W", "Encoding", "Decoding")
+
+CHUNK = 32 * TILE
+"""Values coded at a time: 512 KB in FP32. Less would fit a smaller cache, but each of some sixty steps costs a
+microsecond however short the rows are.
+"""
 
 INFINITY = 0x7F800000
 MAGNITUDES = np.uint64(0x7FFFFFFF_7FFFFFFF)
@@ -59,12 +63,6 @@ OFFSET = 1016
 
 LINEAR = 6 * math.log(2) / FP32_MANTISSA
 """6 ln m lies between LINEAR * (bits of m) - 127 * 6 ln 2 and 0.36 more: ln(1 + f) between f ln 2 and f ln 2 + 0.06."""
-
-
-def _look_up(table: Tensor, index: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """table[index], index int32 of any shape, contiguous."""
-    found: npt.NDArray[Any] = torch.index_select(table, 0, torch.from_numpy(index.reshape(-1))).numpy()
-    return found.reshape(index.shape)
 
 
 class FastTables:
@@ -80,10 +78,11 @@ class FastTables:
         lowest = 8 * EXPONENT_MIN - CODE_MAX + 1  # no block has a smaller scale
         reciprocals = [0.0] * (lowest + OFFSET)
         reciprocals += [float(self.units[96 - s + OFFSET] * (grid.steps / 4096)) for s in scales if s >= lowest]
-        self.reciprocals = torch.tensor(reciprocals, dtype=torch.float32)
-        self.thresholds = torch.tensor([*squinch_thresholds(), math.inf], dtype=torch.float32)
+        self.reciprocals = torch.tensor(reciprocals, dtype=torch.float32).view(torch.int32)
+        self.thresholds = torch.tensor([*squinch_thresholds(), math.inf], dtype=torch.float32).view(torch.int32)
+        self.squinch_largest = int(self.thresholds[-2])
         self.squinch_units = torch.tensor(squinch_units(), dtype=torch.float32)
-        self.squinch_reciprocals = torch.tensor(squinch_reciprocals(), dtype=torch.float32)
+        self.squinch_reciprocals = torch.tensor(squinch_reciprocals(), dtype=torch.float32).view(torch.int32)
         self.pairs = _value_pairs(grid)
         self.upper = _upper_parts(grid)
 
@@ -132,14 +131,14 @@ def _upper_parts(grid: Grid) -> Tensor:
 
 
 class Planes:
-    """The parts of one message (uint8 [nbytes]) that hold values begin .. begin + CHUNK."""
+    """The parts of one message (uint8 [nbytes]) that hold `blocks` blocks from value `begin` on."""
 
-    def __init__(self, grid: Grid, message: Bytes, n: int, begin: int) -> None:
+    def __init__(self, grid: Grid, message: Bytes, n: int, begin: int, blocks: int) -> None:
         at = messages.layout(grid, n)
         first = begin // grid.block
-        last = min(at.blocks, first + CHUNK // grid.block)
+        last = first + blocks
         tile = at.exponents + begin // TILE
-        self.exponents = message[tile : min(tile + CHUNK // TILE, at.exponents + at.tiles)]
+        self.exponents = message[tile : min(tile + -(-blocks * grid.block // TILE), at.exponents + at.tiles)]
         self.scales = message[at.scales + first : at.scales + last]
         a, b = (8, 3) if grid is SQ96 else (1, 4)
         self.first = message[at.first + a * first : at.first + a * last]
@@ -147,41 +146,58 @@ class Planes:
 
 
 class FastCoder:
-    """Messages in one grid, on a CPU. Has no state besides its tables."""
+    """Messages in one grid, on a CPU. Safe to use from several threads."""
 
     def __init__(self, grid: Grid = SQ48, search: bool = True) -> None:
         self.grid, self.search = grid, search and grid is not SQUINCH
         self.tables = FastTables(grid, self.search)
+        self._spare: dict[tuple[type, int], list[Any]] = {}
 
     def encode(self, x: Tensor, n: int, out: Tensor) -> None:
         """x [m], m <= n, continued with zeros to n values -> out uint8 [nbytes(n)]."""
-        work = Encoding(self)
         message = self._begin(n, out)
-        for begin in range(0, n, CHUNK):
-            chunk = work.fill(x[begin : begin + CHUNK], min(CHUNK, n - begin))
-            work.encode(chunk, Planes(self.grid, message, n, begin))
+        for begin, blocks in self._chunks(n):
+            work = self._take(Encoding, blocks)
+            work.encode(work.fill(x[begin : begin + CHUNK]), Planes(self.grid, message, n, begin, blocks))
+            self._give(work)
 
     def decode(self, message: Tensor, n: int, out: Tensor) -> None:
         """message uint8 [nbytes(n)] -> its first values, out [m] of any float type, m <= n."""
-        work = Decoding(self)
-        for begin in range(0, out.numel(), CHUNK):
+        for begin, blocks in self._chunks(n):
             part = out[begin : begin + CHUNK]
-            part.copy_(work.decode(Planes(self.grid, message.numpy(), n, begin))[: part.numel()])
+            if part.numel() == 0:
+                break
+            work = self._take(Decoding, blocks)
+            planes = Planes(self.grid, message.numpy(), n, begin, blocks)
+            if part.dtype == torch.float32 and part.numel() == blocks * self.grid.block and part.is_contiguous():
+                work.decode(planes, part)
+            else:
+                part.copy_(work.decode(planes, work.total)[: part.numel()])
+            self._give(work)
 
     def sum_decode(self, rows: Tensor, n: int, factor: float, out: Tensor) -> None:
         """rows uint8 [ranks, nbytes(n)] -> out FP32 [n], their sum times factor."""
-        work = Decoding(self)
-        for begin in range(0, n, CHUNK):
+        for begin, blocks in self._chunks(n):
+            work = self._take(Decoding, blocks)
             part = out[begin : begin + CHUNK]
             part.copy_(work.sum(rows, n, begin, factor)[: part.numel()])
+            self._give(work)
 
     def sum_encode(self, rows: Tensor, n: int, factor: float, out: Tensor) -> None:
         """The same sum as a message, out uint8 [nbytes(n)]: the values never leave the cache."""
-        work, again = Decoding(self), Encoding(self)
         message = self._begin(n, out)
-        for begin in range(0, n, CHUNK):
-            chunk = work.sum(rows, n, begin, factor)
-            again.encode(chunk, Planes(self.grid, message, n, begin))
+        for begin, blocks in self._chunks(n):
+            work, again = self._take(Decoding, blocks), self._take(Encoding, blocks)
+            again.encode(work.sum(rows, n, begin, factor), Planes(self.grid, message, n, begin, blocks))
+            self._give(work)
+            self._give(again)
+
+    def _chunks(self, n: int) -> list[tuple[int, int]]:
+        """First value and blocks of each chunk."""
+        total = messages.layout(self.grid, n).blocks
+        return [
+            (begin, min(CHUNK // self.grid.block, total - begin // self.grid.block)) for begin in range(0, n, CHUNK)
+        ]
 
     def _begin(self, n: int, out: Tensor) -> Bytes:
         """out as an array, its header and unused bytes written."""
@@ -191,122 +207,146 @@ class FastCoder:
         message[at.exponents + at.tiles : at.scales] = 0
         return message
 
+    def _take(self, kind: type[W], blocks: int) -> W:
+        """Buffers that nobody uses. Fresh memory costs more than coding, so whole chunks' buffers are kept."""
+        spare = self._spare.setdefault((kind, blocks), [])
+        try:
+            taken: W = spare.pop()
+        except IndexError:
+            return kind(self, blocks)
+        return taken
+
+    def _give(self, work: "Encoding | Decoding") -> None:
+        if work.blocks * self.grid.block == CHUNK:
+            self._spare[type(work), work.blocks].append(work)
+
 
 class Encoding:
-    """Buffers for encoding a chunk, and the steps of it. Belongs to one call."""
+    """Buffers for encoding a chunk, and the steps of it."""
 
-    def __init__(self, coder: FastCoder) -> None:
-        self.grid, self.search, self.t = coder.grid, coder.search, coder.tables
-        self.pairs = self.grid.block // 2
-        self.flat = torch.empty(CHUNK, dtype=torch.float32)
-        self.ratio = torch.empty(CHUNK, dtype=torch.float32)
-        self.index = torch.empty(CHUNK, dtype=torch.int32)
-        self.entries = torch.empty(CHUNK, dtype=torch.int32)
-        self.twice = np.empty((CHUNK // self.grid.block, 2), np.float32)
+    def __init__(self, coder: FastCoder, blocks: int) -> None:
+        self.grid, self.search, self.t, self.blocks = coder.grid, coder.search, coder.tables, blocks
+        pairs, size = self.grid.block // 2, blocks * self.grid.block
+        self.pairs = pairs
+        self.flat = torch.empty(size, dtype=torch.float32)
+        self.ratios = torch.empty(size, dtype=torch.float32)
+        self.index = torch.empty(size, dtype=torch.int32)
+        self.entries = torch.empty(size, dtype=torch.int32)
+        # Views of them, [pairs, blocks, 2] and [pairs, blocks]
+        self.ratio = self.ratios.numpy().reshape(pairs, blocks, 2)
+        self.ratio_bits = self.ratio.view(np.int32)
+        self.ratio_pairs = self.ratio.view(np.uint64).reshape(pairs, blocks)
+        self.entry: Ints = self.entries.numpy().reshape(pairs, blocks, 2)
+        self.entry_pairs: Words = self.entries.numpy().view(np.uint64).reshape(pairs, blocks)
+        # One number a block
+        self.by_pair = np.empty((blocks, 2), np.int32)
+        self.twice = np.empty((blocks, 2), np.float32)
+        self.largest = np.empty(blocks, np.int32)
+        self.scales = torch.empty(blocks, dtype=torch.int32)
+        self.scale: Ints = self.scales.numpy()
+        self.estimate = np.empty(blocks, np.float32)
+        self.found = torch.empty(blocks, dtype=torch.int32)
+        self.looked_up: Ints = self.found.numpy()
+        self.flag = np.empty(blocks, np.bool_)
+        self.negative = np.empty(size, np.bool_)
+        self.word = np.empty(blocks, np.uint64)
 
-    def fill(self, x: Tensor, n: int) -> Tensor:
-        """x [m], m <= n, as contiguous FP32, continued with zeros to whole blocks and a multiple of 16 of them."""
-        unit = messages.BLOCKS_MULTIPLE * self.grid.block
-        size = -(-n // unit) * unit
-        if x.numel() == size and x.dtype == torch.float32 and x.is_contiguous():
+    def fill(self, x: Tensor) -> Tensor:
+        """x [m] as contiguous FP32 [blocks * block], zeros after its end."""
+        if x.numel() == self.flat.numel() and x.dtype == torch.float32 and x.is_contiguous():
             return x
-        flat = self.flat[:size]
-        flat[: x.numel()] = x
-        flat[x.numel() :] = 0
-        return flat
+        self.flat[: x.numel()] = x
+        self.flat[x.numel() :] = 0
+        return self.flat
 
     def encode(self, x: Tensor, planes: Planes) -> None:
         """x FP32 [blocks * block] -> planes."""
-        grid, size = self.grid, x.numel()
-        blocks = size // grid.block
         values = x.numpy()
-        ratio = self.ratio[:size].numpy().reshape(self.pairs, blocks, 2)
-        np.bitwise_and(
-            values.view(np.uint64).reshape(blocks, self.pairs).T,
-            MAGNITUDES,
-            out=ratio.view(np.uint64).reshape(self.pairs, blocks),
-        )
-        by_pair = ratio.view(np.int32).max(axis=0)
-        largest = np.maximum(by_pair[:, 0], by_pair[:, 1])  # [blocks], FP32 bits
-        bad = np.empty(0, bool)
+        largest, ratio = self.largest, self.ratio
+        pairs = values.view(np.uint64).reshape(self.blocks, self.pairs)
+        np.bitwise_and(pairs.T, MAGNITUDES, out=self.ratio_pairs)
+        np.maximum.reduce(self.ratio_bits, axis=0, out=self.by_pair)
+        np.maximum(self.by_pair[:, 0], self.by_pair[:, 1], out=largest)
+        bad = None
         if (highest := largest.max()) >= INFINITY:
             bad = largest >= INFINITY
             largest[bad] = 0
             ratio[:, bad] = 0
-        if grid is SQUINCH:
-            scale, reciprocal = self._squinch_scale(largest)
-        else:
-            scale, reciprocal = self._eighth_scale(largest, planes)
-        twice = self.twice[:blocks]
-        twice[:, 0] = reciprocal
-        twice[:, 1] = reciprocal
-        np.multiply(ratio, twice, out=ratio)
+        reciprocal = self._squinch_scale() if self.grid is SQUINCH else self._eighth_scale(planes)
+        self.twice[:, 0] = reciprocal
+        self.twice[:, 1] = reciprocal
+        np.multiply(ratio, self.twice, out=ratio)
         np.rint(ratio, out=ratio)
-        if grid is SQUINCH and highest > self.t.thresholds[CODE_MAX - 1 - 1].view(torch.int32):
-            np.minimum(ratio, grid.steps, out=ratio)  # beyond the published range
-        index = self.index[:size].copy_(self.ratio[:size])
-        entry = torch.index_select(self.t.entry, 0, index, out=self.entries[:size]).numpy()
-        shrink = self._shrink(entry.reshape(self.pairs, blocks, 2), scale) if self.search else None
-        zero = scale == 0
-        zero = zero if grid is SQUINCH else largest == 0
-        if grid is SQ96:
-            self._pack_pairs(entry, shrink, values, planes)
+        if self.grid is SQUINCH and highest > self.t.squinch_largest:
+            np.minimum(ratio, self.grid.steps, out=ratio)  # beyond the published range
+        self.index.copy_(self.ratios)
+        torch.index_select(self.t.entry, 0, self.index, out=self.entries)
+        if self.search:
+            self._shrink()
+        np.less(values.view(np.int32), 0, out=self.negative)
+        if self.grid is SQ96:
+            self._pack_pairs(planes)
         else:
-            self._pack_nibbles(entry, shrink, values, planes)
-        self._clear(zero, bad, scale, planes)
+            self._pack_nibbles(planes)
+        self._finish(bad, planes)
 
-    def _shrink(self, entry: Ints, scale: Ints) -> npt.NDArray[np.bool_]:
-        """Whether the second scale is better [blocks]; scale bytes are lowered where it is."""
-        difference = entry.sum(axis=0, dtype=np.int32)
-        shrink: npt.NDArray[np.bool_] = np.less(difference[:, 0] + difference[:, 1], 0)
-        np.logical_and(shrink, scale > 1, out=shrink)
-        np.subtract(scale, shrink, out=scale)
-        return shrink
+    def _shrink(self) -> None:
+        """self.flag: whether the second scale is better. Scale bytes are lowered where it is."""
+        difference = np.add.reduce(self.entry, axis=0, out=self.by_pair)
+        total = np.add(difference[:, 0], difference[:, 1], out=self.looked_up)
+        np.less(total, 0, out=self.flag)
+        if self.scale.min() <= 1:
+            np.logical_and(self.flag, self.scale > 1, out=self.flag)
+        np.subtract(self.scale, self.flag, out=self.scale)
 
-    def _pack_nibbles(self, entry: Ints, shrink: npt.NDArray[np.bool_] | None, x: Any, planes: Planes) -> None:
+    def _pack_nibbles(self, planes: Planes) -> None:
         """Levels (in table entries) and signs -> sign and code planes."""
-        np.copyto(planes.first, np.packbits(np.less(x.view(np.int32), 0), bitorder="little"))
-        wide = entry.view(np.uint64).reshape(4, -1)  # even value | odd value << 32
-        if shrink is not None:
+        planes.first[:] = np.packbits(self.negative, bitorder="little")
+        wide, word = self.entry_pairs, self.word  # even value | odd value << 32
+        if self.search:
             np.bitwise_and(wide, np.uint64(0xFF_000000FF), out=wide)
         for k in (1, 2, 3):
-            np.left_shift(wide[k], np.uint64(8 * k), out=wide[k])
-            np.bitwise_or(wide[0], wide[k], out=wide[0])
-        word = wide[0]
-        if shrink is not None:
-            np.right_shift(word, np.uint64(4), out=word, where=shrink)
-            np.bitwise_and(word, np.uint64(0x0F0F0F0F_0F0F0F0F), out=word)
-        np.bitwise_or(word, word >> np.uint64(28), out=word)
+            np.left_shift(wide[k], np.uint64(8 * k), out=word)
+            np.bitwise_or(wide[0], word, out=wide[0])
+        if self.search:
+            np.multiply(self.flag, np.uint64(4), out=word)
+            np.right_shift(wide[0], word, out=wide[0])
+            np.bitwise_and(wide[0], np.uint64(0x0F0F0F0F_0F0F0F0F), out=wide[0])
+        np.right_shift(wide[0], np.uint64(28), out=word)
+        np.bitwise_or(wide[0], word, out=word)
         np.copyto(planes.second.view(np.uint32), word, casting="unsafe")
 
-    def _pack_pairs(self, entry: Ints, shrink: npt.NDArray[np.bool_] | None, x: Any, planes: Planes) -> None:
+    def _pack_pairs(self, planes: Planes) -> None:
         """sq96: two signed levels are one of 45**2 codes; low bytes and high bits of eight make a block."""
-        blocks = entry.size // 16
-        level = entry.reshape(8, blocks, 2)
-        if shrink is not None:
-            np.right_shift(level, 5, out=level, where=shrink[:, None])
+        level = self.entry
+        if self.search:
+            np.multiply(self.flag, np.uint64(5), out=self.word)
+            np.right_shift(self.entry_pairs, self.word, out=self.entry_pairs)
             np.bitwise_and(level, 31, out=level)
-        negative = np.less(x.view(np.int32), 0).view(np.uint16).reshape(blocks, 8).T
-        negative = np.ascontiguousarray(negative).view(np.bool_).reshape(8, blocks, 2)
-        np.negative(level, out=level, where=negative)
+        negative = np.ascontiguousarray(self.negative.view(np.uint16).reshape(self.blocks, 8).T)
+        sign = 1 - 2 * negative.view(np.int8).reshape(level.shape)
+        np.multiply(level, sign, out=level)
         pair = (level[:, :, 0] * 45 + level[:, :, 1] + 22 * 46).astype(np.uint64)
-        low, high = np.zeros(blocks, np.uint64), np.zeros(blocks, np.uint64)
+        low, high = np.zeros(self.blocks, np.uint64), np.zeros(self.blocks, np.uint64)
         for k in range(8):
             low |= (pair[k] & np.uint64(255)) << np.uint64(8 * k)
             high |= (pair[k] >> np.uint64(8)) << np.uint64(3 * k)
         np.copyto(planes.first.view(np.uint64), low)
-        np.copyto(planes.second.reshape(blocks, 3), high.view(np.uint8).reshape(blocks, 8)[:, :3])
+        planes.second.reshape(-1, 3)[:] = high.view(np.uint8).reshape(-1, 8)[:, :3]
 
-    def _clear(self, zero: npt.NDArray[np.bool_], bad: npt.NDArray[np.bool_], scale: Ints, planes: Planes) -> None:
-        """Blocks of zeros and blocks that are not finite carry nothing besides their scale byte."""
-        empty = zero
-        if zero.any():
-            scale[zero] = 0
-        if bad.size:
-            scale[bad] = CODE_NAN
-            empty = zero | bad
-        np.copyto(planes.scales, scale, casting="unsafe")
-        if not empty.any():
+    def _finish(self, bad: npt.NDArray[np.bool_] | None, planes: Planes) -> None:
+        """Scale bytes. Blocks of zeros and blocks that are not finite carry nothing else."""
+        empty = None
+        if self.grid is SQUINCH:
+            empty = self.scale == 0 if self.scale.min() == 0 else None
+        elif self.largest.min() == 0:
+            empty = self.largest == 0
+        if empty is not None:
+            self.scale[empty] = 0
+        if bad is not None:
+            self.scale[bad] = CODE_NAN
+        np.copyto(planes.scales, self.scale, casting="unsafe")
+        if empty is None:
             return
         if self.grid is SQ96:
             code = 22 * 46
@@ -317,96 +357,114 @@ class Encoding:
             planes.first[empty] = 0
             planes.second.reshape(-1, 4)[empty] = 0
 
-    def _squinch_scale(self, largest: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
-        """Bits of the largest magnitudes -> published codes and reciprocals."""
-        estimate = largest * np.float32(LINEAR)
-        estimate += np.float32(128.99 - 127 * 6 * math.log(2))
+    def _look_up(self, table: Tensor) -> Ints:
+        """table[self.scales], int32 bits."""
+        torch.index_select(table, 0, self.scales, out=self.found)
+        return self.looked_up
+
+    def _squinch_scale(self) -> npt.NDArray[np.float32]:
+        """self.largest -> published codes in self.scale; returns reciprocals."""
+        estimate = self.estimate
+        np.copyto(estimate, self.largest)
+        np.multiply(estimate, np.float32(LINEAR), out=estimate)
+        np.add(estimate, np.float32(128.99 - 127 * 6 * math.log(2)), out=estimate)
         np.maximum(estimate, 0, out=estimate)
         np.minimum(estimate, CODE_MAX, out=estimate)
-        code: Ints = estimate.astype(np.int32)  # this code or the next
-        np.add(code, largest.view(np.float32) >= _look_up(self.t.thresholds, code), out=code)
-        return code, _look_up(self.t.squinch_reciprocals, code)
+        np.copyto(self.scale, estimate, casting="unsafe")  # this code or the next
+        np.greater_equal(self.largest, self._look_up(self.t.thresholds), out=self.flag)
+        np.add(self.scale, self.flag, out=self.scale)
+        return self._look_up(self.t.squinch_reciprocals).view(np.float32)
 
-    def _eighth_scale(self, largest: Ints, planes: Planes) -> tuple[Ints, npt.NDArray[np.float32]]:
-        """Bits of the largest magnitudes -> scale bytes and reciprocals; the tiles' exponents -> planes.
+    def _eighth_scale(self, planes: Planes) -> npt.NDArray[np.float32]:
+        """self.largest -> scale bytes in self.scale, the tiles' exponents in planes; returns reciprocals.
 
         The upper part of the bits is 8 log2 m + OFFSET within a step, since the mantissa nearly is the logarithm's
         fraction; one comparison with the exact bits of that scale says the rest.
         """
+        largest, eighth = self.largest, self.scale
         if self.search:
-            eighth = largest - 1
-            np.maximum(eighth, 0, out=eighth)
+            np.add(largest, (1 << 20) - 1, out=eighth)
             np.right_shift(eighth, 20, out=eighth)
-            np.add(eighth, 1, out=eighth)
-            np.add(eighth, largest > _look_up(self.t.scale_bits, eighth), out=eighth)
+            np.greater(largest, self._look_up(self.t.scale_bits), out=self.flag)
         else:
-            eighth = largest + (1 << 19)
+            np.add(largest, 1 << 19, out=eighth)
             np.right_shift(eighth, 20, out=eighth)
-            np.add(eighth, largest > _look_up(self.t.half_bits, eighth), out=eighth)
+            np.greater(largest, self._look_up(self.t.half_bits), out=self.flag)
+        np.add(eighth, self.flag, out=eighth)
         np.minimum(eighth, EIGHTHS_MAX + OFFSET, out=eighth)
-        per_tile = TILE // self.grid.block
-        starts = np.arange(0, eighth.size, per_tile)
-        highest = np.maximum.reduceat(eighth, starts)
-        exponent = np.clip((highest - OFFSET + 7) >> 3, EXPONENT_MIN, EXPONENT_MAX).astype(np.int32)
-        np.copyto(planes.exponents, exponent + 127, casting="unsafe")
-        base = (8 * exponent + (OFFSET - CODE_MAX)).repeat(per_tile)[: eighth.size]
+        tiles, per_tile = planes.exponents.size, TILE // self.grid.block
+        highest = np.maximum.reduceat(eighth, np.arange(tiles) * per_tile)
+        exponent = np.minimum(np.maximum((highest - OFFSET + 7) >> 3, EXPONENT_MIN), EXPONENT_MAX)
+        planes.exponents[:] = exponent + 127
+        base = np.repeat(8 * exponent + (OFFSET - CODE_MAX), per_tile)[: self.blocks].astype(np.int32)
         np.maximum(eighth, base + 1, out=eighth)
-        reciprocal = _look_up(self.t.reciprocals, eighth)
+        reciprocal = self._look_up(self.t.reciprocals)
         np.subtract(eighth, base, out=eighth)
-        return eighth, reciprocal
+        return reciprocal.view(np.float32)
 
 
 class Decoding:
-    """Buffers for decoding a chunk, and the steps of it. Belongs to one call."""
+    """Buffers for decoding a chunk, and the steps of it."""
 
-    def __init__(self, coder: FastCoder) -> None:
-        self.grid, self.t = coder.grid, coder.tables
-        self.index = torch.empty(CHUNK // 2, dtype=torch.int32)
-        self.values = torch.empty(CHUNK, dtype=torch.float32)
-        self.total = torch.empty(CHUNK, dtype=torch.float32)
+    def __init__(self, coder: FastCoder, blocks: int) -> None:
+        self.grid, self.t, self.blocks = coder.grid, coder.tables, blocks
+        size = blocks * self.grid.block
+        parts = (blocks, 2) if self.grid is SQ96 else (blocks,)
+        self.index = torch.empty(size // 2, dtype=torch.int32)
+        self.values = torch.empty(size, dtype=torch.float32)
+        self.total = torch.empty(size, dtype=torch.float32)
+        self.upper_index = torch.empty(parts, dtype=torch.int32)
+        self.upper = torch.empty(parts, dtype=torch.int64)
+        self.scales = torch.empty(blocks, dtype=torch.int32)
+        self.scale: Ints = self.scales.numpy()
+        self.units = torch.empty(blocks, dtype=torch.float32)
+        self.unit: npt.NDArray[np.float32] = self.units.numpy()
 
-    def decode(self, planes: Planes, add: bool = False) -> Tensor:
-        """planes -> FP32 [blocks * block]: the values, or with `add` the running sum. Overwritten next time."""
-        grid = self.grid
-        blocks = planes.scales.size
-        if grid is SQ96:
-            word = np.zeros((blocks, 4), np.uint8)
-            word[:, :3] = planes.second.reshape(blocks, 3)
-            high = word.view(np.int32)
-            upper = _look_up(self.t.upper, np.concatenate([high & 4095, high >> 12], axis=1))
+    def decode(self, planes: Planes, out: Tensor) -> Tensor:
+        """planes -> out FP32 [blocks * block]."""
+        at = self.upper_index.numpy()
+        if self.grid is SQ96:
+            word = np.zeros((self.blocks, 4), np.uint8)
+            word[:, :3] = planes.second.reshape(-1, 3)
+            high = word.view(np.int32)[:, 0]
+            np.bitwise_and(high, 4095, out=at[:, 0])
+            np.right_shift(high, 12, out=at[:, 1])
             low = planes.first
         else:
-            upper = _look_up(self.t.upper, planes.first.astype(np.int32))
+            np.copyto(at, planes.first)
             low = planes.second
-        index = self.index[: low.size]
-        np.bitwise_or(low, upper.view(np.int16).reshape(-1), out=index.numpy())
-        target = (self.values if add else self.total)[: 2 * low.size]
-        torch.index_select(self.t.pairs, 0, index, out=target.view(torch.int64))
-        value = target.numpy().reshape(blocks, grid.block)
-        np.multiply(value, self._units(planes)[:, None], out=value)
-        if not add:
-            return target
-        return self.total[: 2 * low.size].add_(target)
+        torch.index_select(self.t.upper, 0, self.upper_index.view(-1), out=self.upper.view(-1))
+        np.bitwise_or(low, self.upper.numpy().view(np.int16).reshape(-1), out=self.index.numpy())
+        torch.index_select(self.t.pairs, 0, self.index, out=out.view(torch.int64))
+        self._units(planes)
+        value = out.numpy().reshape(self.blocks, self.grid.block)
+        np.multiply(value, self.unit[:, None], out=value)
+        return out
 
     def sum(self, rows: Tensor, n: int, begin: int, factor: float) -> Tensor:
         """One chunk of the rows' sum, FP32 [blocks * block]."""
         for r in range(rows.shape[0]):
-            total = self.decode(Planes(self.grid, rows[r].numpy(), n, begin), add=r > 0)
-        return total.mul_(factor) if factor != 1.0 else total
+            planes = Planes(self.grid, rows[r].numpy(), n, begin, self.blocks)
+            if r == 0:
+                self.decode(planes, self.total)
+            else:
+                self.total.add_(self.decode(planes, self.values))
+        return self.total.mul_(factor) if factor != 1.0 else self.total
 
-    def _units(self, planes: Planes) -> npt.NDArray[np.float32]:
-        """FP32 [blocks]: what level 1 (squinch) or the highest level (sq48, sq96) stands for."""
+    def _units(self, planes: Planes) -> None:
+        """self.unit: what level 1 (squinch) or the highest level (sq48, sq96) stands for."""
         scale = planes.scales
-        at = scale.astype(np.int32)
+        np.copyto(self.scale, scale)
         if self.grid is SQUINCH:
-            return _look_up(self.t.squinch_units, at)
-        base = 8 * (planes.exponents.astype(np.int32) - 127) + (OFFSET - CODE_MAX)
-        np.add(at, base.repeat(TILE // self.grid.block)[: at.size], out=at)
-        np.maximum(at, 8, out=at)
-        np.minimum(at, OFFSET + EIGHTHS_MAX, out=at)
-        unit: npt.NDArray[np.float32] = _look_up(self.t.units, at)
+            torch.index_select(self.t.squinch_units, 0, self.scales, out=self.units)
+            return
+        per_tile = TILE // self.grid.block
+        base = 8 * planes.exponents.astype(np.int32) + (OFFSET - CODE_MAX - 8 * 127)
+        np.add(self.scale, np.repeat(base, per_tile)[: self.blocks], out=self.scale)
+        np.maximum(self.scale, 8, out=self.scale)
+        np.minimum(self.scale, OFFSET + EIGHTHS_MAX, out=self.scale)
+        torch.index_select(self.t.units, 0, self.scales, out=self.units)
         if scale.min() == 0:
-            unit[scale == 0] = 0
+            self.unit[scale == 0] = 0
         if scale.max() == CODE_NAN:
-            unit[scale == CODE_NAN] = np.nan
-        return unit
+            self.unit[scale == CODE_NAN] = np.nan
