@@ -9,6 +9,7 @@ from lowbit.cli.settings import read
 
 if TYPE_CHECKING:
     from lowbit.configs.schema import RunConfig
+    from lowbit.models.cost import ParameterCount
     from lowbit.trainer.plan import Plan
 
 GIB = 2**30
@@ -47,11 +48,13 @@ def describe(config: "RunConfig", made: "Plan", vocab_size: int, device: str) ->
     b, m = config.batch, config.model
     attention = attention_flops_per_token(m, config.data.sequence_length)
     lines = [
-        f"model {m.name}: {p.total:,} parameters, {p.without_embedding:,} without the input embedding",
-        f"  embedding {p.embedding:,}, attention {p.attention:,}, mlp {p.mlp:,}, norms {p.norms:,}, "
+        f"model {m.name}: {p.total:,} parameters, {p.without_embedding:,} without the input embedding"
+        + (f"; {p.active:,} active a token" if p.experts else ""),
+        f"  embedding {p.embedding:,}, attention {p.attention:,}, mlp {p.mlp:,}, {_experts(p)}norms {p.norms:,}, "
         f"head {f'{p.head:,}' if p.head else 'tied'} (vocabulary {vocab_size:,})",
         f"work: {made.flops_per_token:,} FLOPs a token = 6 x {(made.flops_per_token - attention) // 6:,} weights "
-        f"(head included) + {attention:,} for causal attention (6 x layers x heads x head_dim x sequence)",
+        f"(head included{', of experts those of one token' if p.experts else ''}) + {attention:,} for causal attention "
+        "(6 x layers x heads x head_dim x sequence)",
         f"step: {b.sequences} sequences x {config.data.sequence_length} tokens = {made.tokens_per_step:,} tokens, "
         f"in {b.sequences // b.micro_batch} micro-batches of {b.micro_batch}",
         _length(config, made),
@@ -74,6 +77,12 @@ def describe(config: "RunConfig", made: "Plan", vocab_size: int, device: str) ->
         lines.append(f"largest micro-batch that fits: {fitting}")
     lines.append(f"generation: {made.kv_cache_bytes_per_token:,} bytes of keys and values a token")
     return lines
+
+
+def _experts(parts: "ParameterCount") -> str:
+    if not parts.experts:
+        return ""
+    return f"experts {parts.experts:,} ({parts.active_experts:,} active), router {parts.router + parts.biases:,}, "
 
 
 def _length(config: "RunConfig", made: "Plan") -> str:

@@ -69,6 +69,44 @@ class RopeConfig:
     beta_slow: float = 1.0
 
 
+class GateKind(StrEnum):
+    """How router logits become gates."""
+
+    softmax = "softmax"
+    """Over all experts."""
+    sigmoid = "sigmoid"
+    """Of each expert by itself (DeepSeek-V3)."""
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts in place of the feed-forward network."""
+
+    experts: int = 0
+    """Routed experts a layer; 0: a dense model."""
+    top_k: int = 2
+    """Experts that a token goes to."""
+    expert_width: int = 256
+    """Hidden width of an expert: fine-grained experts are narrow and many."""
+    shared: int = 0
+    """Experts that every token goes to, as one network of so many times the width."""
+    first_dense: int = 0
+    """So many first layers keep a dense network, of `mlp_width`."""
+    gate: GateKind = GateKind.softmax
+    normalise: bool = True
+    """The gates of a token's experts sum to 1."""
+    gate_scale: float = 1.0
+    """What the gates are multiplied by."""
+    balance_loss: float = 0.01
+    """Weight of the balance loss: experts * sum of (share of choices * mean gate), 1 when balanced."""
+    z_loss: float = 1e-3
+    """Weight of mean(logsumexp(router logits)**2)."""
+    bias_rate: float = 0.0
+    """Each step an expert's bias in the choice, not in the gate, moves by this towards an even load; 0: no bias."""
+    capacity: float | None = None
+    """Most tokens an expert takes in a micro-batch, as a multiple of an even load; later ones skip it. null: all."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder without biases."""
@@ -87,6 +125,7 @@ class ModelConfig:
     mlp: MlpKind = MlpKind.swiglu
     mlp_width: int = 704
     """Hidden width of the feed-forward network (of `up`; SwiGLU has a `gate` as wide)."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
     qk_norm: bool = True
     """RMSNorm over queries and keys before the rotary embedding."""
     qk_norm_scope: QkNormScope = QkNormScope.head
@@ -281,6 +320,22 @@ class ComputeDtype(StrEnum):
     fp32 = "fp32"
 
 
+class MatrixBackend(StrEnum):
+    """Who multiplies quantised matrices."""
+
+    auto = "auto"
+    """Hardware that has the format and passes its start-up check, else the emulation; layers that FP8 would slow down
+    stay in BF16. The run's start says which."""
+    emulated = "emulated"
+    """Ordinary products of the dequantised numbers, everywhere."""
+    fp8 = "fp8"
+    """FP8 tensor cores; whatever they cannot multiply is an error, here and below."""
+    torch_blocks = "torch_blocks"
+    """PyTorch's MXFP8 and NVFP4 products on Blackwell."""
+    te = "te"
+    """Transformer Engine's layers (pip install 'lowbit[te]'); needs engine.compile=off."""
+
+
 class AlignmentKind(StrEnum):
     """What the backward pass quantises for its W^T and X^T."""
 
@@ -446,6 +501,7 @@ class PrecisionConfig:
     name: str = "auto"
     """Preset name, for display."""
     compute: ComputeDtype = ComputeDtype.auto
+    backend: MatrixBackend = MatrixBackend.auto
     forward: str = "bf16"
     """Whose forward product training takes (fprop)."""
     backward: str = "bf16"

@@ -1,7 +1,8 @@
 """What a model costs: parameters, floating-point operations, memory. Pure arithmetic, no torch.
 
-FLOPs a token of training (the convention of this project's MFU): 6 for each weight of a matrix product, the head
-included and the input embedding not (2 forward, 2 each for the gradients of input and weight), plus attention
+FLOPs a token of training (the convention of this project's MFU): 6 for each weight of a matrix product that the token
+goes through, the head included, the input embedding and other tokens' experts not (2 forward, 2 each for the gradients
+of input and weight), plus attention
     12 * layers * heads * head_dim * T / 2
 of which the scores and their product with V are 2 + 2 forward and twice that backward, a head's D numbers over T keys,
 halved because a causal query sees half of the keys on average. Kernels that compute the masked half, and
@@ -25,18 +26,36 @@ class ParameterCount:
     """Input embedding, padded rows included; with a tied head it is also the head."""
     attention: int
     mlp: int
+    """Dense feed-forward networks and shared experts."""
+    experts: int
+    """Routed experts, all of them."""
+    active_experts: int
+    """Of those, what one token passes through."""
+    router: int
+    biases: int
+    """Of the routers."""
     norms: int
     head: int
     """0 when tied."""
 
     @property
     def total(self) -> int:
-        return self.embedding + self.attention + self.mlp + self.norms + self.head
+        return self.hidden_matrices + self.experts + self.router + self.biases + self.norms + self.embedding + self.head
+
+    @property
+    def active(self) -> int:
+        """What one token's forward pass uses: all but the experts it does not go to."""
+        return self.total - self.experts + self.active_experts
 
     @property
     def hidden_matrices(self) -> int:
-        """Weights of the blocks' matrix products (what Muon updates)."""
+        """Weights of the blocks' matrix products, experts apart (what Muon updates)."""
         return self.attention + self.mlp
+
+    @property
+    def multiplied(self) -> int:
+        """Weights that one token is multiplied with, the head's included."""
+        return self.hidden_matrices + self.active_experts + self.router + (self.head or self.embedding)
 
     @property
     def without_embedding(self) -> int:
@@ -49,6 +68,11 @@ def head_dim_of(config: ModelConfig) -> int:
     return config.width // config.heads if config.head_dim is None else config.head_dim
 
 
+def is_moe_layer(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer has experts."""
+    return config.moe.experts > 0 and layer >= config.moe.first_dense
+
+
 def vocab_rows_of(config: ModelConfig, vocab_size: int) -> int:
     """Rows of the embedding and the head, those that are never predicted included."""
     return config.vocab_rows or -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
@@ -59,13 +83,20 @@ def parameter_parts(config: ModelConfig, vocab_size: int) -> ParameterCount:
     head_dim = head_dim_of(config)
     table = vocab_rows_of(config, vocab_size) * config.width
     attention = config.width * head_dim * (2 * config.heads + 2 * config.kv_heads)
-    mlp = config.width * config.mlp_width * (3 if config.mlp is MlpKind.swiglu else 2)
+    matrices = 3 if config.mlp is MlpKind.swiglu else 2
+    moe, routed = config.moe, sum(is_moe_layer(config, layer) for layer in range(config.layers))
+    expert = matrices * config.width * moe.expert_width
+    dense = matrices * config.width * config.mlp_width
     normed = 2 if config.qk_norm_scope is QkNormScope.head else config.heads + config.kv_heads
     norms = 2 * config.width + (normed * head_dim if config.qk_norm else 0)
     return ParameterCount(
         embedding=table,
         attention=config.layers * attention,
-        mlp=config.layers * mlp,
+        mlp=(config.layers - routed) * dense + routed * moe.shared * expert,
+        experts=routed * moe.experts * expert,
+        active_experts=routed * moe.top_k * expert,
+        router=routed * moe.experts * config.width,
+        biases=routed * moe.experts if moe.bias_rate else 0,
         norms=config.layers * norms + config.width,
         head=0 if config.tied_head else table,
     )
@@ -74,8 +105,7 @@ def parameter_parts(config: ModelConfig, vocab_size: int) -> ParameterCount:
 def flops_per_token(config: ModelConfig, vocab_size: int, sequence_length: int) -> int:
     """Floating-point operations a token, forward and backward, in the convention above."""
     parts = parameter_parts(config, vocab_size)
-    head = parts.head or parts.embedding
-    return 6 * (parts.hidden_matrices + head) + attention_flops_per_token(config, sequence_length)
+    return 6 * parts.multiplied + attention_flops_per_token(config, sequence_length)
 
 
 def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
@@ -126,10 +156,15 @@ def training_memory(
     """
     parts = parameter_parts(config, vocab_size)
     tokens = micro_batch * sequence_length
-    every, products = _block_numbers(config)
-    kept = {Recompute.none: every, Recompute.selective: products, Recompute.full: config.width}[recompute]
-    working = every if recompute is Recompute.none else 2 * every  # one block recomputed, and its gradients
-    activations = tokens * (config.layers * kept + working + config.width) * compute_bytes
+    blocks = [_block_numbers(config, is_moe_layer(config, layer)) for layer in range(config.layers)]
+    most = max(every for every, _ in blocks)
+    kept = {
+        Recompute.none: sum(every for every, _ in blocks),
+        Recompute.selective: sum(products for _, products in blocks),
+        Recompute.full: config.layers * config.width,
+    }[recompute]
+    working = most if recompute is Recompute.none else 2 * most  # one block recomputed, and its gradients
+    activations = tokens * (kept + working + config.width) * compute_bytes
     if recompute is not Recompute.full:
         activations += tokens * config.layers * config.heads * 4  # the softmax statistics of attention, FP32
     table = parts.head or parts.embedding
@@ -141,25 +176,33 @@ def training_memory(
         parameters=4 * parts.total,
         gradients=4 * parts.total,
         optimizer=4 * moments,
-        rounded_weights=0 if compute_bytes == 4 else compute_bytes * (parts.hidden_matrices + table),
+        rounded_weights=0 if compute_bytes == 4 else compute_bytes * (parts.hidden_matrices + parts.experts + table),
         activations=activations,
         head_chunk=2 * logits * compute_bytes + 4 * table + 2 * tokens * config.width * compute_bytes,
     )
 
 
-def _block_numbers(config: ModelConfig) -> tuple[int, int]:
+def _block_numbers(config: ModelConfig, routed: bool) -> tuple[int, int]:
     """Numbers a token that one block keeps for the backward pass: (everything, results of products only).
 
     Everything: the two residual inputs and their norms (4 width), q, k, v and the attention's result, q and k once
     more before their norm and rotation, gate, up and the hidden activation. Products only: the block's input, q,
-    k, v, the attention's result, the result of `attention.out`, gate and up (`mlp.down` feeds only a sum).
+    k, v, the attention's result, the result of `attention.out`, gate and up (`mlp.down` feeds only a sum). With
+    experts, for each of a token's choices: the copied input, gate, up and hidden, and the result that its gate weighs;
+    and the router's scores (FP32, in two places).
     """
     query = config.heads * head_dim_of(config)
     key = config.kv_heads * head_dim_of(config)
     ups = 2 if config.mlp is MlpKind.swiglu else 1
     before_norm = query + key if config.qk_norm else 0
-    every = 4 * config.width + before_norm + 2 * query + 2 * key + (ups + 1) * config.mlp_width
-    products = 3 * config.width + 2 * query + 2 * key + ups * config.mlp_width
+    every = 4 * config.width + before_norm + 2 * query + 2 * key
+    products = 3 * config.width + 2 * query + 2 * key
+    if not routed:
+        return every + (ups + 1) * config.mlp_width, products + ups * config.mlp_width
+    moe = config.moe
+    width = moe.shared * moe.expert_width + moe.top_k * moe.expert_width
+    every += (ups + 1) * width + 2 * moe.top_k * config.width + 4 * moe.experts
+    products += ups * width + moe.top_k * config.width + 4 * moe.experts
     return every, products
 
 

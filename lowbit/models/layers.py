@@ -11,7 +11,8 @@ RMSNorm (Zhang and Sennrich, 2019, arXiv 1910.07467): y = x / sqrt(mean(x^2) + e
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """x [rows, in], offsets int32 [experts], the last one equal to rows -> [rows, out]."""
         weight = self.weight.to(x.dtype) if self.frozen is None else self.frozen
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+        return grouped_product(x, weight, offsets)
 
     def freeze(self, dtype: torch.dtype) -> None:
         """See `Linear.freeze`."""
@@ -76,9 +77,74 @@ class GroupedLinear(nn.Module):
         return f"{self.experts} x {self.in_features}, {self.out_features}"
 
 
+def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Each group's rows times its own matrix: x [rows, in], weight [experts, out, in] -> [rows, out] in their type.
+
+    In BF16 PyTorch's grouped kernel. In FP32 that exists on the CPU only, and the compiler does not know it: there it
+    is an operator of our own.
+    """
+    if x.dtype is torch.bfloat16:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+    product: Tensor = _grouped(x, weight, offsets)
+    return product
+
+
+@torch.library.custom_op("lowbit::grouped_product", mutates_args=())
+def _grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    ends = offsets.tolist()
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    for expert, (begin, end) in enumerate(pairwise([0, *ends])):
+        torch.mm(x[begin:end], weight[expert].t(), out=out[begin:end])
+    return out
+
+
+@_grouped.register_fake
+def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("lowbit::grouped_product_grad", mutates_args=())
+def _grouped_grad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """Gradient of the weight: grad [rows, out], x [rows, in] -> [experts, out, in]."""
+    out = x.new_empty(len(offsets), grad.shape[1], x.shape[1])
+    for expert, (begin, end) in enumerate(pairwise([0, *offsets.tolist()])):
+        torch.mm(grad[begin:end].t(), x[begin:end], out=out[expert])
+    return out
+
+
+@_grouped_grad.register_fake
+def _(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
+
+
+def _grouped_setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, offsets = ctx.saved_tensors
+    grad = grad.contiguous()
+    dx = _grouped(grad, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
+    dw = _grouped_grad(grad, x, offsets) if ctx.needs_input_grad[1] else None
+    return dx, dw, None
+
+
+_grouped.register_autograd(_grouped_backward, setup_context=_grouped_setup)
+
+
 def project(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     """The outputs of layers that read the same x [..., in]: [..., out] each."""
     return linears[0].project_together(x, linears[1:])
+
+
+def weights_and_state(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model, live: the parameters, and buffers that are state (routers' biases)."""
+    return {name: p.detach() for name, p in model.named_parameters()} | state_buffers(model)
+
+
+def state_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are state, by full name."""
+    return {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict(keep_vars=True)}
 
 
 @contextmanager

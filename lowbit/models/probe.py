@@ -49,7 +49,7 @@ def softmax_saturation(
             greatest = _greatest_weight(q[row].float(), k[row].float(), visible[row])  # [H, T]
             saturated += ((greatest > threshold) & counted[row]).sum()
         shares.append(saturated / (counted.sum() * q.shape[1]).clamp(min=1))
-        x = block.forward(x, mask, rope)
+        x = block.forward(x, mask, rope).x
     return [float(share) for share in torch.stack(shares).cpu()]
 
 

@@ -1,46 +1,40 @@
-"""The dense decoder: embedding, L pre-norm blocks, final norm, LM head.
+"""The decoder: embedding, L blocks, final norm, LM head.
 
     x = embedding[tokens]
-    x = x + attention(norm(x));  x = x + mlp(norm(x))      L times
+    x = block(x)                                           L times (models/block.py)
     hidden = norm(x)                                       (the head is models/lm_head.py, chunked)
 
-No biases anywhere. SwiGLU is down(silu(gate(x)) * up(x)) (arXiv 2002.05202), relu2 is down(relu(up(x))^2)
-(arXiv 2109.08668). QK-norm is an RMSNorm over each head's query and key before the rotary embedding, or over all heads
-of a token together. With norms placed after (OLMo-2, arXiv 2501.00656) a block is x = x + norm(attention(x));
-x = x + norm(mlp(x)).
-
 Initialisation: every matrix, the embedding and the head included, is normal with standard deviation `init_std`;
-the two projections that write into the residual stream, `attention.out` and `mlp.down`, have
-init_std / sqrt(2 * layers), so that the stream's variance at the end does not grow with depth (GPT-2); norms are 1.
+the projections that write into the residual stream, `attention.out` and `mlp.down` (of experts, too), have
+init_std / sqrt(2 * layers), so that the stream's variance at the end does not grow with depth (GPT-2); norms are 1, the
+router's biases 0.
 Each tensor has a generator of its own, keyed by (seed, name), so it does not depend on device, engine or order.
 
-One block is compiled once for all layers: nothing in `Block.forward` differs between them but tensors.
+A block is compiled once for all layers of its kind: nothing in `Block.forward` differs between them but tensors.
+
+What blocks would train for beside the model's own loss (the router's losses) waits in `take_auxiliary`; what they
+measured adds up in `take_statistics`.
 """
 
 import hashlib
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
-from lowbit.configs.schema import MlpKind, ModelConfig, NormPlacement, QkNormScope, Recompute
+from lowbit.configs.schema import ModelConfig, Recompute
 from lowbit.errors import ConfigError, DataError
-from lowbit.models import kernels
-from lowbit.models.attention import AttentionMask, attention, cached_mask, prepare_mask
+from lowbit.models.attention import AttentionMask, cached_mask, prepare_mask
+from lowbit.models.block import Block, Rope
 from lowbit.models.cost import head_dim_of, vocab_rows_of
-from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, project
-from lowbit.models.rope import apply_rope, check_rope, rope_frequencies, rope_tables
+from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, state_buffers
+from lowbit.models.rope import check_rope, rope_frequencies, rope_tables
+from lowbit.models.router import check_moe
 from lowbit.models.visibility import Visibility
 
-Rope = tuple[Tensor, Tensor]
-"""cos and sin, FP32 [B or 1, T, 1, D]: see `rope_tables`."""
+__all__ = ["Block", "Transformer", "check_model"]
+
+SMALL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down.weight", "mlp.shared.down.weight")
+"""The projections that write into the residual stream."""
 
 
 def check_model(config: ModelConfig, vocab_size: int) -> None:
@@ -69,154 +63,11 @@ def check_model(config: ModelConfig, vocab_size: int) -> None:
             "tokenizer that the model was trained with, or model.vocab_rows=null"
         )
     check_rope(config.rope, head_dim_of(config))
-
-
-class Attention(nn.Module):
-    """Multi-head attention with rotary embedding; grouped-query when kv_heads < heads."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.head_dim = head_dim_of(config)
-        self.q = Linear(config.width, config.heads * self.head_dim)
-        self.k = Linear(config.width, config.kv_heads * self.head_dim)
-        self.v = Linear(config.width, config.kv_heads * self.head_dim)
-        self.out = Linear(config.heads * self.head_dim, config.width)
-        together = config.qk_norm_scope is QkNormScope.layer  # the norm takes all heads of a token at once
-        q_width, k_width = (self.head_dim * (heads if together else 1) for heads in (config.heads, config.kv_heads))
-        self.q_norm = RMSNorm(q_width, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(k_width, config.norm_eps) if config.qk_norm else None
-
-    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, width] -> q [B, H, T, D], k and v [B, Hkv, T, D], normalised and turned; views of [B, T, H, D]."""
-        q, k, v = [y.view(*y.shape[:-1], -1, self.head_dim) for y in project(x, self.q, self.k, self.v)]
-        q, k = _norm_and_turn(q, self.q_norm, rope), _norm_and_turn(k, self.k_norm, rope)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-    def forward(
-        self, x: Tensor, mask: AttentionMask, rope: Rope, cache: KVCache | None = None, layer: int = 0
-    ) -> Tensor:
-        """x [B, T, width] -> [B, T, width]."""
-        q, k, v = self.project(x, rope)
-        if cache is not None:
-            k, v = cache.update(layer, k, v)
-        y: Tensor = self.out(attention(q, k, v, mask).transpose(1, 2).flatten(2))
-        return y
-
-
-def _norm_and_turn(x: Tensor, norm: RMSNorm | None, rope: Rope) -> Tensor:
-    """QK-norm, where there is one, and rotary embedding of x [B, T, H, D]; one kernel on a GPU."""
-    if norm is None:
-        return apply_rope(x, *rope)
-    if norm.weight.shape[0] != x.shape[-1]:
-        return apply_rope(norm(x.flatten(2)).view(x.shape), *rope)
-    if x.is_cuda and kernels.handles(x):
-        turned: Tensor = kernels.head_norm_rope(x, norm.weight, *rope, norm.eps)
-        return turned
-    return apply_rope(norm(x), *rope)
-
-
-class Mlp(nn.Module):
-    """Feed-forward network: SwiGLU or squared ReLU."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate = Linear(config.width, config.mlp_width) if config.mlp is MlpKind.swiglu else None
-        self.up = Linear(config.width, config.mlp_width)
-        self.down = Linear(config.mlp_width, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., width] -> [..., width]."""
-        if self.gate is None:
-            hidden = F.relu(self.up(x)).square()
-        else:
-            gate, up = project(x, self.gate, self.up)
-            hidden = F.silu(gate) * up
-        y: Tensor = self.down(hidden)
-        return y
-
-
-class Block(nn.Module):
-    """One layer."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = Mlp(config)
-        self.norms_after = config.norm_placement is NormPlacement.after
-        self.recompute = Recompute.none
-
-    def forward(
-        self, x: Tensor, mask: AttentionMask, rope: Rope, cache: KVCache | None = None, layer: int = 0
-    ) -> Tensor:
-        """x [B, T, width] -> [B, T, width]. `layer` is the cache's and only set with one."""
-        if self.recompute is Recompute.none or cache is not None or not torch.is_grad_enabled():
-            return self._forward(x, mask, rope, cache, layer)
-        # There is no randomness to restore: noise in this project is keyed by counters.
-        # The tracer of torch.compile wants `context_fn` spelled out in the call.
-        if self.recompute is Recompute.full:
-            y = checkpoint(self._forward, x, mask, rope, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y = checkpoint(
-                self._forward,
-                x,
-                mask,
-                rope,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=_selective_contexts,
-            )
-        assert isinstance(y, Tensor)
-        return y
-
-    def _forward(
-        self, x: Tensor, mask: AttentionMask, rope: Rope, cache: KVCache | None = None, layer: int = 0
-    ) -> Tensor:
-        if self.norms_after:
-            x = x + self.attention_norm(self.attention(x, mask, rope, cache, layer))
-            after: Tensor = x + self.mlp_norm(self.mlp(x))
-            return after
-        x, h = _add_and_norm(x, self.attention(self.attention_norm(x), mask, rope, cache, layer), self.mlp_norm)
-        y: Tensor = x + self.mlp(h)
-        return y
-
-
-def _add_and_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """x + delta, and that normalised; one kernel on a GPU."""
-    if x.is_cuda:
-        total, normed = kernels.add_norm(x, delta, norm.weight, norm.eps)
-        return total, normed
-    x = x + delta
-    return x, norm(x)
-
-
-_aten = torch.ops.aten
-_KEPT = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.higher_order.flex_attention,
-}
-"""Expensive to compute: selective recomputation keeps their results and repeats the element-wise rest."""
-
-
-def _keep_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
-    return contexts
+    check_moe(config)
 
 
 class Transformer(nn.Module):
-    """A dense decoder with FP32 parameters; call `init_weights`, or load some, before use."""
+    """A decoder with FP32 parameters; call `init_weights`, or load some, before use."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -226,11 +77,14 @@ class Transformer(nn.Module):
         self.padded_vocab = vocab_rows_of(config, vocab_size)
         self.compute_dtype = compute_dtype
         self.embedding = Embedding(self.padded_vocab, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = RMSNorm(config.width, config.norm_eps)
         self.head = None if config.tied_head else Linear(config.width, self.padded_vocab)
         self._frequencies, self._rope_factor = rope_frequencies(config.rope, head_dim_of(config))
         self._frequency_tensors: dict[torch.device, Tensor] = {}
+        self._auxiliary: Tensor | None = None
+        self._statistics: Tensor | None = None
+        self._measured = 0
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -266,11 +120,37 @@ class Transformer(nn.Module):
             position = torch.arange(length, device=device)[None] if visibility is None else visibility.position
         rope = self.rope(position.to(device, non_blocking=True))
         x = self.embed(tokens)
+        self._auxiliary = None
+        losses, statistics = [], []
         for layer, block in enumerate(self.blocks):
             # Generation's shapes change with every token: it runs the block as written, never the compiled one.
-            x = block(x, mask, rope) if cache is None else block.forward(x, mask, rope, cache, layer)
+            out = block(x, mask, rope) if cache is None else block.forward(x, mask, rope, cache, layer)
+            x = out.x
+            if out.loss is not None:
+                losses.append(out.loss)
+                statistics.append(out.statistics)
+        if losses and torch.is_grad_enabled():
+            self._auxiliary = torch.stack(losses).sum()
+            measured = torch.stack(statistics)
+            self._statistics = measured if self._statistics is None else self._statistics + measured
+            self._measured += 1
         hidden: Tensor = self.final_norm(x)
         return hidden
+
+    def take_auxiliary(self) -> Tensor | None:
+        """What the blocks of the last forward pass add to the loss, FP32 scalar, a mean over tokens; None for none.
+
+        An objective adds it, times the batch's valid tokens, to what is differentiated, and not to what is reported.
+        """
+        loss, self._auxiliary = self._auxiliary, None
+        return loss
+
+    def take_statistics(self) -> tuple[Tensor, int] | None:
+        """What the routers measured in training passes since the last call: FP32 [routed layers, experts + 3], the sum
+        over the passes, and how many there were; None for none. See `router.Routing`."""
+        taken, count = self._statistics, self._measured
+        self._statistics, self._measured = None, 0
+        return None if taken is None else (taken, count)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens int64 [B, T] -> the residual stream's start, [B, T, width] in `compute_dtype`."""
@@ -287,13 +167,15 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter; see the module's docstring for the distribution."""
+        """Fill every parameter; see the module's docstring for the distribution. State begins with zeros."""
+        for buffer in state_buffers(self).values():
+            buffer.zero_()
         small = self.config.init_std / (2 * self.config.layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
-            std = small if name.endswith(("attention.out.weight", "mlp.down.weight")) else self.config.init_std
+            std = small if name.endswith(SMALL) else self.config.init_std
             key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))

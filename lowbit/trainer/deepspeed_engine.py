@@ -34,7 +34,7 @@ from lowbit.models.transformer import Block, Transformer
 from lowbit.trainer.client_optimizer import ClientOptimizer
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.engine import check_names, wants_compile
-from lowbit.trainer.objective import Objective, ObjectiveOutput
+from lowbit.trainer.objective import Objective, ObjectiveOutput, run_objective
 from lowbit.trainer.optim import GroupRow
 from lowbit.trainer.shards import Shards, common_steps, partitioned_groups, partitioned_parameters, replicated
 
@@ -181,7 +181,7 @@ class DeepSpeedEngine:
         """See `Engine.micro_step`."""
         self._hold_reduction(not last or self.stage == 0 or self._first_step or self._ragged)
         self._micro_batches += self._first_step
-        self._loss.work = lambda: objective(self.model, batch)
+        self._loss.work = lambda: run_objective(objective, self.model, batch)
         loss = self._ds(scale * (self.world if self.stage == 3 else 1))
         self._ds.backward(loss, scale_wrt_gas=False)
         return self._loss.output

@@ -18,7 +18,7 @@ from lowbit.errors import CheckpointError
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.guard import first_bad_gradient
-from lowbit.trainer.objective import Objective, ObjectiveOutput
+from lowbit.trainer.objective import Objective, ObjectiveOutput, run_objective
 from lowbit.trainer.optim import GroupRow, build_optimizer
 
 
@@ -112,7 +112,7 @@ class LocalEngine:
 
     def micro_step(self, objective: Objective, batch: Batch, scale: float, last: bool = True) -> ObjectiveOutput:
         """See `Engine.micro_step`."""
-        out = objective(self.model, batch)
+        out = run_objective(objective, self.model, batch)
         (out.loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return out
 

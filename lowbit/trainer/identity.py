@@ -7,13 +7,15 @@ with both values, and `resume_allow` accepts a kind of difference knowingly.
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from lowbit.configs.schema import ResumeDifference
+from lowbit.configs.schema import ModelConfig, ResumeDifference
 from lowbit.configs.stored import flatten
 from lowbit.errors import CheckpointError
 
 DISPLAY_ONLY = ("model.name",)
+DEFAULTS = flatten(json.loads(json.dumps({"model": asdict(ModelConfig())})))
 SHOWN = 6
 ABSENT = object()
 
@@ -33,6 +35,8 @@ def check_same(saved: Mapping[str, Any], expected: Mapping[str, Any], allow: Col
         if kind in allow:
             continue
         was, now = (flatten(json.loads(json.dumps({kind: side.get(kind)}))) for side in (saved, expected))
+        if kind is ResumeDifference.model:  # what a later version of lowbit added was at its default
+            was = {key: value for key, value in DEFAULTS.items() if key in now} | was
         fields = [
             field
             for field in sorted(was.keys() | now.keys())

@@ -8,6 +8,7 @@ from lowbit.data.tokenizer import Tokenizer, load_tokenizer
 from lowbit.errors import CheckpointError, DataError
 from lowbit.models.hf.config import is_hf_folder, read_config
 from lowbit.models.hf.load import load_weights
+from lowbit.models.layers import state_buffers, weights_and_state
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore
 from lowbit.trainer.engine import load_tensors
@@ -68,11 +69,12 @@ def begin_from(path: Path, model: Transformer) -> int:
     Raises:
         CheckpointError: the weights are those of another model.
     """
-    weights = {name: p.detach() for name, p in model.named_parameters()}
     if is_hf_folder(path):
-        load_weights(path, weights)
+        load_weights(path, dict(model.named_parameters()))
+        for buffer in state_buffers(model).values():
+            buffer.zero_()
         return 0
     config = load_config(path / "config.yaml")
     snapshot = CheckpointStore(path / "checkpoints", config.checkpoint).load(weights_only=True)
-    load_tensors(weights, snapshot.model)
+    load_tensors(weights_and_state(model), snapshot.model)
     return snapshot.step

@@ -12,12 +12,14 @@ from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.tokenizer import Tokenizer, load_tokenizer
 from lowbit.errors import CheckpointError
 from lowbit.models.hf.config import is_hf_folder
+from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
 from lowbit.trainer.engine import load_tensors
 from lowbit.trainer.hardware import compute_dtype, pick_device
 from lowbit.trainer.imported import begin_from, config_of, require_vocabulary, tokenizer_of
 from lowbit.trainer.precision import RunPrecision
+from lowbit.trainer.stabilise import Stabilisers
 
 logger = logging.getLogger("lowbit")
 
@@ -56,8 +58,10 @@ def load_run(
     where = pick_device(device)
     model = build_model(config, tokenizer.vocab_size, compute_dtype(config.precision, where), where)
     saved = snapshot.meta.get("precision") if precision is None else None
-    RunPrecision(config, model).resume(saved, snapshot.step)
-    load_tensors({name: p.detach() for name, p in model.named_parameters()}, snapshot.model)
+    precise, stabilisers = RunPrecision(config, model), Stabilisers(config.precision, model)
+    precise.resume(saved, snapshot.step)
+    load_tensors(weights_and_state(model), snapshot.model)
+    stabilisers.resume(snapshot.stabilisers)
     return LoadedRun(run_dir, config, model, tokenizer, snapshot.step)
 
 

@@ -21,12 +21,14 @@ from lowbit.errors import Interrupted, NonFiniteError
 from lowbit.trainer.console import Console
 from lowbit.trainer.ema import Ema
 from lowbit.trainer.engine import Engine
+from lowbit.trainer.experts import ExpertLoads
 from lowbit.trainer.guard import SignalGuard, SpikeScore, first_bad
 from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog
 from lowbit.trainer.objective import Objective
 from lowbit.trainer.precision import RunPrecision, rehearsal
 from lowbit.trainer.schedule import lr_scale, progress
+from lowbit.trainer.stabilise import Stabilisers
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Trainer:
         console: Console,
         meter: StepMeter,
         precision: RunPrecision,
+        stabilisers: Stabilisers,
         ema: Ema | None = None,
         position: Position | None = None,
     ) -> None:
@@ -80,8 +83,10 @@ class Trainer:
         self.console = console
         self.meter = meter
         self.precision = precision
+        self.stabilisers = stabilisers
         self.ema = ema
         self.position = position or Position()
+        self.experts = ExpertLoads(engine.model, engine.ranks)
         self._signals = SignalGuard()
         self._stop = False  # whether some rank was asked to end; the same on all of them
 
@@ -121,7 +126,8 @@ class Trainer:
         mine = (sum(batch.valid_tokens for batch in batches), sum(batch.tokens.numel() for batch in batches))
         valid, tokens = engine.ranks.sum(mine)
         scale = lr_scale(config.optim.schedule, position.step, self.progress)
-        self._begin_step(batches[0])
+        self._begin_step(batches, valid)
+        self.experts.begin_step()
         nll = torch.zeros((), device=engine.device)
         moments: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(batches):
@@ -138,11 +144,13 @@ class Trainer:
         loss, *means = (total / valid for total in engine.ranks.sum(local))
         self._require_finite(loss, grad_norm, batches)
         engine.step(scale, _clip_scale(grad_norm, config.optim.clip_norm))
+        self.experts.end_step()
         if self.ema is not None:
             self.ema.update()
 
         position.step += 1
         position.tokens += int(tokens)
+        measured = self.stabilisers.after_step(position.step, self.progress)
         position.seconds += self._agree(self.meter.end_step(int(tokens)))
         return {
             "step": position.step,
@@ -155,6 +163,7 @@ class Trainer:
             **engine.traffic(),
             "sequences": int(tokens) // config.data.sequence_length,
             **_estimates(moments, means, valid),
+            **measured,
         }
 
     def _agree(self, elapsed: float) -> float:
@@ -177,23 +186,25 @@ class Trainer:
         """Whether a limit is reached."""
         return self.progress >= 1.0
 
-    def _begin_step(self, batch: Batch) -> None:
+    def _begin_step(self, batches: list[Batch], valid: float) -> None:
         """The precision of the coming step; before the first one, a rehearsal of those that follow."""
         engine = self.engine
 
-        def loss() -> torch.Tensor:
+        def loss(batch: Batch = batches[0]) -> torch.Tensor:
             return self.objective(engine.model, batch.to(engine.device)).loss_sum
 
         rehearse = rehearsal(loss, engine.model) if engine.world == 1 else None
         self.precision.begin_step(self.position.step, self.progress, rehearse)
+        self.stabilisers.before_step(self.position.step + 1, batches, loss, valid)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.position.step % every == 0
 
     def _log(self, row: dict[str, Any]) -> None:
-        """Show every step; write those that are due, the last and the evaluated ones."""
-        if self._due(self.config.logging.every_steps) or self.done or "val_bpb" in row:
-            row |= self.meter.read()
+        """Show every step; write those that are due, the last, and those in which something was measured."""
+        measured = any(key == "val_bpb" or key.startswith("quant/") for key in row)
+        if self._due(self.config.logging.every_steps) or self.done or measured:
+            row |= self.meter.read() | self.experts.read()
             row |= {f"epoch/{name}": value for name, value in self.loader.epochs().items()}
             self.log.log(row)
         self.console.step(row, self.progress)

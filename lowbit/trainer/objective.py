@@ -6,7 +6,7 @@ tokens of the whole optimizer step (all micro-batches, all ranks), so that micro
 of valid tokens weigh by their tokens: a mean of means would not be the gradient of any loss we report.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -33,6 +33,14 @@ class Objective(Protocol):
     """Maps a model and a micro-batch to the sums that are trained for and reported."""
 
     def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput: ...
+
+
+def run_objective(objective: Objective, model: Transformer, batch: Batch) -> ObjectiveOutput:
+    """An objective's output, with what the model itself trains for (its routers' losses) added to what is
+    differentiated: every objective trains for it, none reports it."""
+    out = objective(model, batch)
+    auxiliary = model.take_auxiliary()
+    return out if auxiliary is None else replace(out, loss_sum=out.loss_sum + auxiliary * batch.valid_tokens)
 
 
 @dataclass(frozen=True)

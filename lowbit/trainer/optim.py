@@ -9,7 +9,8 @@
 
 Four groups of parameters, and each parameter is in exactly one:
 
-    hidden matrices   2-D (or more) weights inside `blocks.`: the only ones Muon may take; weight decay
+    hidden matrices   2-D (or more) weights inside `blocks.`; weight decay. Muon may take those that are one matrix
+                      for all tokens: not routers, and not experts, which come as one tensor of several
     head              the untied LM head: always AdamW; weight decay, since it multiplies activations like any
                       other matrix and decay is what bounds its logits
     embedding         always AdamW, no weight decay: a row is touched only when its token occurs, and decay would
@@ -162,7 +163,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, with_state: bool = Tr
     adamw: list[tuple[str, dict[str, nn.Parameter]]] = []
     groups: list[_Group] = []
     for group, parameters in members.items():
-        matrices = {name: p for name, p in parameters.items() if p.ndim == 2}
+        matrices = {name: p for name, p in parameters.items() if p.ndim == 2 and ".router." not in name}
         if group == "hidden matrices" and config.kind is OptimizerKind.muon and matrices:
             groups.append(_muon(group, matrices, config))
             parameters = {name: p for name, p in parameters.items() if name not in matrices}

@@ -25,6 +25,7 @@ from lowbit.data.storage import DISK_FULL
 from lowbit.errors import CheckpointError, DataError, LowbitError
 from lowbit.infer.engine import Generator
 from lowbit.models.cost import flops_per_token
+from lowbit.models.layers import state_buffers
 from lowbit.models.probe import softmax_saturation
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot, check_same
@@ -33,6 +34,7 @@ from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.ema import Ema
 from lowbit.trainer.engine import Engine, LocalEngine
 from lowbit.trainer.evaluate import Evaluation, evaluate
+from lowbit.trainer.experts import without_state
 from lowbit.trainer.guard import SpikeScore
 from lowbit.trainer.hardware import (
     MFU_FORMULA,
@@ -54,6 +56,7 @@ from lowbit.trainer.metrics import MetricsLog, NoLog
 from lowbit.trainer.objective import NextToken, Objective
 from lowbit.trainer.precision import RunPrecision, check_precision
 from lowbit.trainer.schedule import limits_reached, sequences_at
+from lowbit.trainer.stabilise import Stabilisers
 
 __all__ = ["LoadedRun", "Pretraining", "RunResult", "dataset_of", "load_run", "pretrain", "pretrain_on"]
 
@@ -148,7 +151,9 @@ class Pretraining:
             self._begin()
         self.engine = self.ranks.together(self._make_engine)
         self.loader = self._make_loader()
+        self.stabilisers = Stabilisers(config.precision, self.model, self.engine)
         position = self._resume(snapshot)
+        self.stabilisers.resume(None if snapshot is None else snapshot.stabilisers)
         self.log = self._open_folder(position)
         peak = peak_flops(self.device)
         self._introduce(peak)
@@ -162,6 +167,7 @@ class Pretraining:
             self.console,
             StepMeter(self.device, self._flops_per_token(), peak, self.ranks.world),
             self.precision,
+            self.stabilisers,
             self.ema,
             position,
         )
@@ -279,9 +285,10 @@ class Pretraining:
         assert self.loader is not None and self.engine is not None
         snapshot = Snapshot(
             step=position.step,
-            model=self.engine.model_tensors(),
+            model=self.engine.model_tensors() | state_buffers(self.model),
             optimizer=self.engine.optimizer_tensors(),
             ema=self.engine.collect(self.ema.state_tensors()) if self.ema else None,
+            stabilisers=self.stabilisers.state(),
             meta={
                 "tokens": position.tokens,
                 "seconds": position.seconds,
@@ -318,7 +325,7 @@ class Pretraining:
         """Take over a checkpoint's tensors, and return the position that they, or fresh weights, belong to."""
         assert self.loader is not None and self.engine is not None
         if snapshot is not None:
-            self.engine.load(snapshot.model, snapshot.optimizer)
+            self.engine.load(without_state(self.model, snapshot.model, self.ranks), snapshot.optimizer)
         if self.config.optim.ema_decay:  # built here: an average without a past starts at the weights as they are now
             self.ema = Ema(self.engine.weights(), self.config.optim.ema_decay, self.engine.refresh)
         if snapshot is None:

@@ -29,6 +29,7 @@ def test_each_group_meets_its_own_weight(sizes: list[int], dtype: torch.dtype) -
     assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
     with torch.no_grad(), frozen_weights(layer, dtype):
         assert torch.equal(layer(x, offsets), y)
-        layer.weight.zero_()
-        assert torch.equal(layer(x, offsets), y)
+        if dtype is torch.bfloat16:  # in FP32 there is nothing to round, hence no copy
+            layer.weight.zero_()
+            assert torch.equal(layer(x, offsets), y)
     assert layer.frozen is None

@@ -55,3 +55,10 @@ def test_long_lists_are_cut() -> None:
     changed = _identity(model=dict.fromkeys(asdict(MODEL), "x" * 100))
     with pytest.raises(CheckpointError, match=r"and \d+ more"):
         check_same(_identity(), changed)
+
+
+def test_a_field_that_a_later_version_added_counts_as_its_default() -> None:
+    old = {key: value for key, value in asdict(MODEL).items() if key != "moe"}
+    check_same(_identity(model=old), _identity(model=asdict(MODEL)))
+    with pytest.raises(CheckpointError, match=r"model\.moe\.experts: 0 in the checkpoint, 8 now"):
+        check_same(_identity(model=old), _identity(model=asdict(replace(MODEL, moe=replace(MODEL.moe, experts=8)))))
