@@ -336,6 +336,22 @@ class MatrixBackend(StrEnum):
     """Transformer Engine's layers (pip install 'lowbit[te]'); needs engine.compile=off."""
 
 
+class MatrixBackend(StrEnum):
+    """Who multiplies quantised matrices."""
+
+    auto = "auto"
+    """Hardware that has the format and passes its start-up check, else the emulation; layers that FP8 would slow down
+    stay in BF16. The run's start says which."""
+    emulated = "emulated"
+    """Ordinary products of the dequantised numbers, everywhere."""
+    fp8 = "fp8"
+    """FP8 tensor cores; whatever they cannot multiply is an error, here and below."""
+    torch_blocks = "torch_blocks"
+    """PyTorch's MXFP8 and NVFP4 products on Blackwell."""
+    te = "te"
+    """Transformer Engine's layers (pip install 'lowbit[te]'); needs engine.compile=off."""
+
+
 class AlignmentKind(StrEnum):
     """What the backward pass quantises for its W^T and X^T."""
 

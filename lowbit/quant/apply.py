@@ -10,17 +10,21 @@ All layers share one clock tensor, which `set_clock` moves in place before each 
 of each layer's full name, and two names that hash alike would share their noise: refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from lowbit.configs.schema import MatrixBackend
 from lowbit.errors import ConfigError
 from lowbit.models.layers import Linear
+from lowbit.quant.backends.base import Sizes
+from lowbit.quant.backends.choose import Chooser
+from lowbit.quant.backends.te import TeLinear
 from lowbit.quant.linear import LowbitLinear, check_shape
 from lowbit.quant.philox import MASK, layer_word, make_clock, make_key
-from lowbit.quant.policy import LinearPolicy, ProductPolicy
-from lowbit.quant.report import PolicyReport, collapse, emulated, report
+from lowbit.quant.policy import LinearPolicy
+from lowbit.quant.report import NATIVE, PolicyReport, collapse, report
 from lowbit.quant.stages import PrecisionPolicy, Stage, StagePolicy, resolve
 
 __all__ = [
@@ -29,6 +33,7 @@ __all__ = [
     "StagePolicy",
     "apply_policy",
     "assign",
+    "bound",
     "candidates",
     "high_precision",
     "report_policy",
@@ -75,6 +80,20 @@ def assign(stage: StagePolicy, layers: Mapping[str, Linear]) -> dict[str, Linear
     return policies
 
 
+def bound(
+    stage: StagePolicy, layers: Mapping[str, Linear], chooser: Chooser
+) -> tuple[dict[str, LinearPolicy], dict[str, tuple[str, ...]]]:
+    """Of each layer: its policy with the backends that multiply it, and what the report should remark.
+
+    Raises: ConfigError, as `assign`; a backend that the configuration names cannot take a layer.
+    """
+    policies, remarks = {}, {}
+    for name, policy in assign(stage, layers).items():
+        found = chooser.bind(name, policy, Sizes(layers[name].in_features, layers[name].out_features))
+        policies[name], remarks[name] = found.policy, found.remarks
+    return policies, remarks
+
+
 def report_policy(
     model: nn.Module,
     policy: PrecisionPolicy,
@@ -82,15 +101,17 @@ def report_policy(
     dtype: str,
     device: str,
     stage: Stage = Stage.training,
-    runs: Callable[[ProductPolicy], str] = emulated,
+    chooser: Chooser | None = None,
+    plain: str = NATIVE,
 ) -> PolicyReport:
     """What `apply_policy` would do to a model (on the meta device, too), with all that could be wrong with it.
 
-    Args: see `report`. Raises: ConfigError, as `assign`.
+    Args: see `apply_policy`. Raises: ConfigError, as `bound`.
     """
     layers = candidates(model)
-    phases = [assign(phase, layers) for phase in policy.phases(stage)]
-    return report(phases[0], dtype, device, runs)
+    phases = [bound(phase, layers, chooser or Chooser()) for phase in policy.phases(stage)]
+    policies, remarks = phases[0]
+    return report(policies, dtype, device, plain, remarks)
 
 
 def apply_policy(
@@ -101,19 +122,23 @@ def apply_policy(
     dtype: str = "bf16",
     device: str = "",
     stage: Stage = Stage.training,
-    runs: Callable[[ProductPolicy], str] = emulated,
+    chooser: Chooser | None = None,
+    plain: str = NATIVE,
 ) -> PolicyReport:
     """Exchange the layers of a model that is on its device already; the stage's first phase is in force.
 
     Args:
-        seed: of the run, 0..2**63-1; what the noise is keyed by. Others: see `report`.
+        seed: of the run, 0..2**63-1; what the noise is keyed by.
+        chooser: gives products their backends; None: all are emulated. dtype, device, plain: see `report`.
 
     Raises:
-        ConfigError: as `assign`, for any phase; two layers whose names have the same hash.
+        ConfigError: as `bound`, for any phase; two layers whose names have the same hash.
     """
     layers = candidates(model)
-    phases = [assign(phase, layers) for phase in policy.phases(stage)]
-    chosen = [name for name in layers if any(assigned[name].quantised for assigned in phases)]
+    chooser = chooser or Chooser()
+    phases = [bound(phase, layers, chooser) for phase in policy.phases(stage)]
+    chosen = [name for name in layers if any(policies[name].quantised for policies, _ in phases)]
+    kind = TeLinear if chooser.wanted is MatrixBackend.te else LowbitLinear
     _require_distinct(chosen)
     clock: Tensor | None = None
     for name in chosen:
@@ -123,8 +148,8 @@ def apply_policy(
         clock = make_clock().to(device_) if clock is None else clock
         key = make_key((seed ^ (seed >> 32)) & MASK, name).to(device_)
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, LowbitLinear.of(linear, phases[0][name], key, clock, name))
-    return report(phases[0], dtype, device, runs)
+        setattr(model.get_submodule(parent), attribute, kind.of(linear, phases[0][0][name], key, clock, name))
+    return report(phases[0][0], dtype, device, plain, phases[0][1])
 
 
 def _require_distinct(names: list[str]) -> None:
@@ -140,13 +165,13 @@ def lowbit_layers(model: nn.Module) -> dict[str, LowbitLinear]:
     return {name: layer for name, layer in candidates(model).items() if isinstance(layer, LowbitLinear)}
 
 
-def set_stage(model: nn.Module, stage: StagePolicy) -> None:
+def set_stage(model: nn.Module, stage: StagePolicy, chooser: Chooser | None = None) -> None:
     """Put another policy in force, between two steps. Layers that no phase quantises were never exchanged.
 
-    Raises: ConfigError, as `assign`; a layer that was not exchanged would have to be quantised.
+    Raises: ConfigError, as `bound`; a layer that was not exchanged would have to be quantised.
     """
     layers = candidates(model)
-    for name, policy in assign(stage, layers).items():
+    for name, policy in bound(stage, layers, chooser or Chooser())[0].items():
         layer = layers[name]
         if isinstance(layer, LowbitLinear):
             layer.policy = policy

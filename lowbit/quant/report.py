@@ -3,25 +3,21 @@
 One row an operand: two for each of the three products. Layers with the same policy are one group, whose names are
 written as a pattern that a shell would expand: blocks.{0..3}.{attention.{q,k,v,out},mlp.{gate,up,down}}.
 
-*native* means that the device multiplies the format itself. *emulated* means that the numbers are those of the format
-and the product is an ordinary one of the type that the report names: right in every bit of the operands, and no measure
-of the format's speed.
+*native* means that the device multiplies the format itself, through the backend in brackets. *emulated* means that the
+numbers are those of the format and the product is an ordinary one of the type that the report names: right in every bit
+of the operands, and no measure of the format's speed. Where hardware was passed over, a line says why.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lowbit.quant.policy import EMULATED as EMULATION
 from lowbit.quant.policy import Alignment, LinearPolicy, Operand, ProductPolicy
 
 SIDES = {"fprop": ("X", "W"), "dgrad": ("dY", "W^T"), "wgrad": ("dY^T", "X^T")}
 """Left and right factor of each product."""
 NATIVE, EMULATED = "native", "emulated"
-
-
-def emulated(product: ProductPolicy) -> str:
-    """How a product runs where nothing but ordinary matrix products is at hand."""
-    return EMULATED if product.quantised else NATIVE
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,13 @@ class Row:
     """native or emulated."""
     note: str
     """Rotation, alignment, mean split."""
+    backend: str = ""
+    """What multiplies a quantised product."""
+
+    @property
+    def how(self) -> str:
+        """`runs`, with the backend of what is native."""
+        return f"{self.runs} ({self.backend})" if self.backend and self.runs == NATIVE else self.runs
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class PolicyReport:
     dtype: str
     """What everything else computes in, and emulated products too: bf16 or fp32."""
     device: str
+    remarks: tuple[tuple[str, str], ...] = ()
+    """Of groups: their layers, and why something is emulated or stays in BF16."""
 
     @property
     def quantised(self) -> bool:
@@ -67,7 +72,8 @@ class PolicyReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values (JSON)."""
-        return {"dtype": self.dtype, "device": self.device, "rows": [asdict(row) for row in self.rows]}
+        rows = [asdict(row) for row in self.rows]
+        return {"dtype": self.dtype, "device": self.device, "rows": rows, "remarks": [list(r) for r in self.remarks]}
 
     def table(self) -> str:
         """The table, lines joined."""
@@ -75,12 +81,14 @@ class PolicyReport:
         for group, input_kept, bits in self.kept:
             rows = [row for row in self.rows if row.layers == group]
             lines.append(f"{group} ({rows[0].count} layers)")
-            cells = [(r.product, r.operand, r.format, f"{r.bits:g}", r.runs, r.note) for r in rows]
+            cells = [(r.product, r.operand, r.format, f"{r.bits:g}", r.how, r.note) for r in rows]
             if all(row.format == rows[0].format in ("BF16", "FP32") for row in rows):
                 lines.append(f"  {rows[0].format} in all three products, {rows[0].runs}")
+                lines += [f"  {text}" for layers, text in self.remarks if layers == group]
                 continue
             lines += _columns([("product", "operand", "format", "bits", "runs", ""), *cells])
             lines.append(f"  kept for the backward pass: {input_kept}, {bits:g} bits an element")
+            lines += [f"  {text}" for layers, text in self.remarks if layers == group]
         high = self.dtype.upper()
         lines.append(f"embeddings, norms, attention, LM head: {high}; emulated products multiply in {high}")
         if not self.quantised:
@@ -98,32 +106,37 @@ def report(
     policies: Mapping[str, LinearPolicy],
     dtype: str,
     device: str,
-    runs: Callable[[ProductPolicy], str] = emulated,
+    plain: str = NATIVE,
+    remarks: Mapping[str, Sequence[str]] | None = None,
 ) -> PolicyReport:
     """The report of layers by full name.
 
     Args:
+        policies: with the backends that multiply.
         dtype: what unquantised products compute in, bf16 or fp32. device: its name.
-        runs: how this device runs a product, `native` or `emulated`.
+        plain: whether `dtype` itself is native or emulated.
+        remarks: of layers by full name.
     """
-    groups: dict[LinearPolicy, list[str]] = {}
+    groups: dict[tuple[LinearPolicy, tuple[str, ...]], list[str]] = {}
     for name, policy in policies.items():
-        groups.setdefault(policy, []).append(name)
+        groups.setdefault((policy, tuple((remarks or {}).get(name, ()))), []).append(name)
     rows: list[Row] = []
     kept: list[tuple[str, str, float]] = []
-    for policy, names in groups.items():
+    said: list[tuple[str, str]] = []
+    for (policy, texts), names in groups.items():
         pattern = collapse(names)
+        said += [(pattern, text) for text in texts]
         for product in SIDES:
-            rows += _rows(pattern, len(names), product, policy, dtype, runs)
+            rows += _rows(pattern, len(names), product, policy, dtype, plain)
         stored = policy.kept_operand
         kept.append((pattern, f"{policy.kept.value} in {_format(stored, dtype)}", _bits(stored, dtype)))
-    return PolicyReport(tuple(rows), tuple(kept), dtype, device)
+    return PolicyReport(tuple(rows), tuple(kept), dtype, device, tuple(said))
 
 
-def _rows(
-    layers: str, count: int, name: str, policy: LinearPolicy, dtype: str, runs: Callable[[ProductPolicy], str]
-) -> list[Row]:
+def _rows(layers: str, count: int, name: str, policy: LinearPolicy, dtype: str, plain: str) -> list[Row]:
     product: ProductPolicy = getattr(policy, name)
+    backend = product.backend if product.quantised else ""
+    runs = (EMULATED if backend == EMULATION else NATIVE) if backend else plain
     rotation = f"rotation {product.rotation}, {product.signs.value} signs" if product.rotation else ""
     rows = []
     for side, operand in zip(SIDES[name], (product.left, product.right), strict=True):
@@ -136,7 +149,7 @@ def _rows(
             notes.append(f"of the {what} {side.removesuffix('^T')}")
         note = ", ".join(filter(None, notes))
         format, bits = _format(operand, dtype), _bits(operand, dtype)
-        rows.append(Row(layers, count, name, side, format, bits, runs(product), note))
+        rows.append(Row(layers, count, name, side, format, bits, runs, note, backend))
     return rows
 
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from lowbit.configs.schema import ComputeDtype, RunConfig
+from lowbit.configs.schema import CompileMode, ComputeDtype, MatrixBackend, RunConfig
 from lowbit.configs.stored import flatten
+from lowbit.errors import ConfigError
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import (
     apply_policy,
     assign,
+    bound,
     candidates,
     clocks,
     high_precision,
@@ -26,9 +28,11 @@ from lowbit.quant.apply import (
     set_clock,
     set_stage,
 )
-from lowbit.quant.policy import LinearPolicy, ProductPolicy
+from lowbit.quant.backends.base import Sizes
+from lowbit.quant.backends.choose import Chooser
+from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
-from lowbit.quant.report import EMULATED, NATIVE, PolicyReport
+from lowbit.quant.report import EMULATED, NATIVE, PolicyReport, report
 from lowbit.quant.stages import PrecisionPolicy, Stage, describe, resolve
 from lowbit.trainer.hardware import compute_dtype, device_name, fast_bf16
 from lowbit.trainer.schedule import decaying
@@ -39,6 +43,8 @@ logger = logging.getLogger("lowbit")
 def check_precision(config: RunConfig) -> None:
     """Raise ConfigError for names and formats that do not exist, and rules and shapes that do not fit the model."""
     policy = resolve(config.precision)
+    if config.precision.backend is MatrixBackend.te and config.engine.compile is not CompileMode.off:
+        raise ConfigError("precision.backend=te: Transformer Engine's layers run uncompiled: set engine.compile=off")
     layers = candidates(_on_meta(config, torch.float32))
     for stage in Stage:
         for phase in policy.phases(stage):
@@ -53,19 +59,21 @@ def plan_precision(config: RunConfig, device: torch.device | None = None) -> lis
     policy = resolve(config.precision)
     dtype = _planned_dtype(config, device)
     name = "a GPU" if device is None else device_name(device)
-    runs = _runs(dtype, device)
-    report = report_policy(_on_meta(config, dtype), policy, dtype=_word(dtype), device=name, runs=runs)
-    return describe_precision(config, policy, report)
+    chooser = Chooser.on(device, dtype, config.precision.backend, check=False)
+    plain = _plain(dtype, device)
+    model = _on_meta(config, dtype)
+    made = report_policy(model, policy, dtype=_word(dtype), device=name, chooser=chooser, plain=plain)
+    return describe_precision(config, policy, made)
 
 
 def native_precisions(device: torch.device) -> dict[str, str]:
     """Of each preset whether this device multiplies all of its formats natively, or what is emulated of it."""
-    runs = _runs(torch.bfloat16, device)
-    found = {}
-    for name, policy in PRESETS.items():
-        ways = {runs(product) for product in (policy.fprop, policy.dgrad, policy.wgrad) if product.quantised}
-        found[name] = " and ".join(sorted(ways or {runs(policy.fprop)}, reverse=True))
-    return found
+    chooser = Chooser.on(device, torch.bfloat16, MatrixBackend.auto, check=False)
+    plain, large = _plain(torch.bfloat16, device), Sizes(4096, 4096)
+    return {
+        name: report({name: chooser.bind(name, policy, large).policy}, "bf16", "", plain).runs
+        for name, policy in PRESETS.items()
+    }
 
 
 def _on_meta(config: RunConfig, dtype: torch.dtype) -> Transformer:
@@ -105,13 +113,15 @@ class RunPrecision:
         self.config = config
         self.model = model
         self.policy = resolve(config.precision)
+        self.chooser = Chooser.on(device, dtype, config.precision.backend, check=True)
         self.report = apply_policy(
             model,
             self.policy,
             seed=config.seed,
             dtype=_word(dtype),
             device=device_name(device),
-            runs=_runs(dtype, device),
+            chooser=self.chooser,
+            plain=_plain(dtype, device),
         )
         self.active = (False,) * len(self.policy.switches)
         self._clocks = clocks(model)
@@ -122,7 +132,8 @@ class RunPrecision:
     def quantised(self) -> bool:
         """Whether the forward in force quantises anything in any layer."""
         stage = self.policy.training(self.active)
-        return any(policy.fprop.quantised for policy in assign(stage, candidates(self.model)).values())
+        policies, _ = bound(stage, candidates(self.model), self.chooser)
+        return any(policy.fprop.quantised for policy in policies.values())
 
     def lines(self) -> list[str]:
         """What the run's start prints."""
@@ -166,7 +177,7 @@ class RunPrecision:
                 verb = "from here on" if now else "no longer"
                 logger.info("precision after step %d: %s %s (%s)", step, verb, switch.label, switch.when)
         self.active = tuple(active)
-        set_stage(self.model, self.policy.training(self.active))
+        set_stage(self.model, self.policy.training(self.active), self.chooser)
 
     def begin_micro_batch(self, step: int, micro_batch: int, rank: int) -> None:
         """Move the clock. step: steps done; micro_batch: index in the step over all ranks."""
@@ -179,10 +190,10 @@ class RunPrecision:
         try:
             for phase in self.policy.phases(active=self.active):
                 if phase != now:
-                    set_stage(self.model, phase)
+                    set_stage(self.model, phase, self.chooser)
                     rehearse()
         finally:
-            set_stage(self.model, now)
+            set_stage(self.model, now, self.chooser)
 
     # Evaluation -----------------------------------------------------------------------------------------------
 
@@ -223,10 +234,9 @@ def rehearsal(loss: Callable[[], torch.Tensor], model: Transformer) -> Callable[
     return run
 
 
-def _runs(dtype: torch.dtype, device: torch.device | None) -> Callable[[ProductPolicy], str]:
-    """How a device runs a product. Quantised ones are emulated everywhere until a backend takes them."""
-    plain = NATIVE if dtype is torch.float32 or device is None or fast_bf16(device) else EMULATED
-    return lambda product: EMULATED if product.quantised else plain
+def _plain(dtype: torch.dtype, device: torch.device | None) -> str:
+    """How a device runs a product that is not quantised."""
+    return NATIVE if dtype is torch.float32 or device is None or fast_bf16(device) else EMULATED
 
 
 def _planned_dtype(config: RunConfig, device: torch.device | None) -> torch.dtype:

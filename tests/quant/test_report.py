@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowbit.quant.backends.base import bind
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
 from lowbit.quant.report import collapse, report
@@ -75,8 +76,23 @@ def test_what_stays_high_is_named_as_it_computes() -> None:
 
 
 def test_a_backend_is_said() -> None:
-    made = report({"blocks.0.mlp.up": PRESETS["fp8_row"]}, "bf16", "a GPU", lambda product: "native")
-    assert made.runs == "native" and "emulated" not in made.table().partition("\nembeddings")[0]
+    policy = bind(PRESETS["fp8_row"], "fp8", "fp8", "fp8")
+    made = report({"blocks.0.mlp.up": policy}, "bf16", "a GPU")
+    text = made.table().partition("\nembeddings")[0]
+    assert made.runs == "native" and "emulated" not in text and text.count("native (fp8)") == 6
+    mixed = report({"blocks.0.mlp.up": bind(policy, "fp8", "fp8", "emulated")}, "bf16", "a GPU")
+    assert (
+        mixed.runs == "native and emulated" and [r.how for r in mixed.rows] == ["native (fp8)"] * 4 + ["emulated"] * 2
+    )
+
+
+def test_remarks_are_said_of_their_layers_and_part_groups() -> None:
+    policies = dict.fromkeys(LAYERS[:8], PRESETS["fp8_row"])
+    made = report(policies, "bf16", "a GPU", remarks={LAYERS[0]: ["because"]})
+    assert made.remarks == (("blocks.0.attention.q", "because"),) and len(made.kept) == 2
+    lines = made.table().splitlines()
+    assert lines[0].startswith("blocks.0.attention.q (1 layers)") and lines.index("  because") < 10
+    assert made.as_dict()["remarks"] == [["blocks.0.attention.q", "because"]]
 
 
 def test_nothing_quantised() -> None:

@@ -6,6 +6,7 @@ gives every product of every layer its backend when a policy is applied; `selfte
 
 from lowbit.quant.backends.base import Backend
 from lowbit.quant.backends.fp8 import Fp8
+from lowbit.quant.backends.torch_blocks import TorchBlocks
 
-NATIVE: dict[str, Backend] = {backend.name: backend for backend in (Fp8(),)}
+NATIVE: dict[str, Backend] = {backend.name: backend for backend in (Fp8(), TorchBlocks())}
 """Backends that multiply codes, by name, the preferred ones first."""

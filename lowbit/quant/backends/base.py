@@ -6,13 +6,15 @@ scales are those of the reference quantiser, bit for bit; the product differs fr
 sums, and in how many bits a tensor core carries along.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lowbit.quant.policy import EMULATED, ProductPolicy
+from lowbit.quant.philox import Stream
+from lowbit.quant.policy import EMULATED, LinearPolicy, ProductPolicy
+from lowbit.quant.quantise import Memory
 from lowbit.quant.quantised import Quantised
 from lowbit.quant.spec import QuantSpec
 
@@ -30,10 +32,13 @@ class Device:
     name: str = ""
 
 
+UNKNOWN = Device("meta")
+
+
 def describe_device(device: torch.device | None) -> Device:
     """None: some device that is not known."""
     if device is None or device.type == "meta":
-        return Device("meta")
+        return UNKNOWN
     if device.type != "cuda" or torch.version.cuda is None:
         return Device(device.type)
     major, minor = torch.version.cuda.split(".")[:2]
@@ -70,8 +75,27 @@ class Native(Quantised):
         return cls(q.codes, q.scales, q.outer, q.shape, q.spec, backend)
 
 
+def with_backend(policy: ProductPolicy, backend: str) -> ProductPolicy:
+    """The product with the backend that multiplies it; a BF16 product stays what it is."""
+    if not policy.quantised or backend == policy.backend:
+        return policy
+    return replace(policy, left=replace(policy.left, backend=backend), right=replace(policy.right, backend=backend))
+
+
+def bind(policy: LinearPolicy, fprop: str, dgrad: str, wgrad: str) -> LinearPolicy:
+    """The policy with a backend for each product."""
+    return replace(
+        policy,
+        fprop=with_backend(policy.fprop, fprop),
+        dgrad=with_backend(policy.dgrad, dgrad),
+        wgrad=with_backend(policy.wgrad, wgrad),
+    )
+
+
 class Backend(Protocol):
     """See the module's docstring."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def name(self) -> str: ...
@@ -81,12 +105,26 @@ class Backend(Protocol):
         """What a report adds to the name; empty if there is nothing to say."""
         ...
 
-    def refuses(self, policy: ProductPolicy, product: str, sizes: Sizes, device: Device) -> str | None:
-        """Why it cannot compute `product` (fprop, dgrad or wgrad) of a layer, in a few words; None: it can."""
+    def takes(self, left: QuantSpec | None, right: QuantSpec | None) -> bool:
+        """Whether hardware of this kind exists for factors in these formats."""
         ...
 
-    def factor(self, x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Quantised:
-        """x [rows, k] BF16 or FP32, any strides, already rotated -> codes and scales. amax: see `quantise_values`."""
+    def refuses(self, policy: ProductPolicy, product: str, sizes: Sizes, device: Device) -> str | None:
+        """Why this device cannot compute `product` (fprop, dgrad or wgrad) of a layer, in a few words; None: it can.
+
+        Of formats that it takes.
+        """
+        ...
+
+    def factor(
+        self,
+        x: Tensor,
+        spec: QuantSpec,
+        amax: Tensor | None = None,
+        stream: Stream | None = None,
+        memory: Memory | None = None,
+    ) -> Quantised:
+        """x [rows, k] BF16 or FP32, any strides, already rotated -> codes and scales; see `quantise_values`."""
         ...
 
     def factor_pair(
@@ -104,3 +142,8 @@ class Backend(Protocol):
         than FP32 where the hardware gains by it.
         """
         ...
+
+
+def dotted(version: tuple[int, int]) -> str:
+    """(9, 0) -> 9.0."""
+    return f"{version[0]}.{version[1]}"

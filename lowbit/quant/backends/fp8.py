@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.quant.backends.base import Device, Sizes
+from lowbit.quant.backends.base import Device, Sizes, dotted
 from lowbit.quant.backends.fp8_codes import MULTIPLE, kind_of, quantise_both, together
+from lowbit.quant.philox import Stream
 from lowbit.quant.policy import ProductPolicy
+from lowbit.quant.quantise import Memory
 from lowbit.quant.quantised import Quantised
 from lowbit.quant.spec import QuantSpec
 
@@ -47,26 +49,32 @@ class Fp8:
     name = "fp8"
     note = ""
 
+    def takes(self, left: QuantSpec | None, right: QuantSpec | None) -> bool:
+        """See `Backend`."""
+        return (str(kind_of(left)), str(kind_of(right))) in RECIPES
+
     def refuses(self, policy: ProductPolicy, product: str, sizes: Sizes, device: Device) -> str | None:
         """See `Backend`."""
-        kinds = kind_of(policy.left.spec), kind_of(policy.right.spec)
-        if None in kinds:
-            return f"FP8 tensor cores do not take {policy.left.name} x {policy.right.name}"
-        recipe = RECIPES.get((str(kinds[0]), str(kinds[1])))
-        if recipe is None:
-            return f"no FP8 kernel scales {policy.left.name} x {policy.right.name}"
+        recipe = RECIPES[str(kind_of(policy.left.spec)), str(kind_of(policy.right.spec))]
         if device.kind != "cuda":
-            return "FP8 tensor cores are in GPUs" if device.kind == "cpu" else "the device is not known to have FP8"
+            return "FP8 tensor cores are in GPUs"
         if device.capability < ADA:
-            return f"compute capability {_dotted(device.capability)} has no FP8 tensor cores (8.9 and later have)"
-        hopper = device.capability[0] == HOPPER[0]
-        if recipe.count("_") and not (hopper and device.cuda >= ROWS_IN_FP32):
-            return "PyTorch multiplies 128-wide FP8 blocks on Hopper (9.0) with CUDA 12.9 and later only"
-        if recipe == "row" and product == "wgrad" and not (hopper and device.cuda >= ROWS_IN_FP32):
-            return "row-wise FP8 has FP32 results, which a weight's gradient needs, on Hopper with CUDA 12.9 only"
+            return f"compute capability {dotted(device.capability)} has no FP8 tensor cores (8.9 and later have)"
+        cublas = device.capability[0] == HOPPER[0] and device.cuda >= ROWS_IN_FP32
+        if "_" in recipe and not cublas:
+            return "PyTorch multiplies 128-wide FP8 blocks on compute capability 9.0 with CUDA 12.9 and later only"
+        if recipe == "row" and product == "wgrad" and not cublas:
+            return "row-wise FP8 gives FP32, which wgrad needs, on compute capability 9.0 with CUDA 12.9 and later only"
         return None
 
-    def factor(self, x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Quantised:
+    def factor(
+        self,
+        x: Tensor,
+        spec: QuantSpec,
+        amax: Tensor | None = None,
+        stream: Stream | None = None,
+        memory: Memory | None = None,
+    ) -> Quantised:
         """See `Backend`. Codes are padded to a multiple of 16 columns, or of 128 where blocks are."""
         codes, _ = quantise_both(x, spec, None, amax)
         assert codes is not None
@@ -146,7 +154,3 @@ def _(
 
 
 _SCALING = {"block": F.ScalingType.BlockWise1x128, "square": F.ScalingType.BlockWise128x128}
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
