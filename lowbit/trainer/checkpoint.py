@@ -17,7 +17,6 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -116,7 +115,9 @@ class CheckpointStore:
         if on_cuda:
             torch.cuda.synchronize()
         meta = json.loads(json.dumps(snapshot.meta))
-        return replace(snapshot, model=parts["model"], optimizer=parts["optimizer"], ema=parts.get("ema"), meta=meta)
+        return Snapshot(
+            snapshot.step, parts["model"], parts["optimizer"], parts.get("ema"), meta, parts.get("stabilisers")
+        )
 
     def _copies(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         copied: dict[tuple[object, ...], Tensor] = {}  # so that a tensor with two names stays one

@@ -325,6 +325,10 @@ class DeepSpeedEngine:
         """See `Engine.weights`."""
         return self.shards.masters()
 
+    def start_of(self, name: str) -> int:
+        """See `Engine.start_of`."""
+        return self.shards.parts[name].start
+
     @torch.no_grad()
     def refresh(self) -> None:
         """See `Engine.refresh`."""

@@ -62,6 +62,10 @@ class Engine(Protocol):
         """Master weights by fully qualified name (a tied one once), live: whole, or flat this rank's part of each."""
         ...
 
+    def start_of(self, name: str) -> int:
+        """Where this rank's part of a weight begins in the flattened whole."""
+        ...
+
     def refresh(self) -> None:
         """Have the model compute with `weights()` as they are now."""
         ...
@@ -143,6 +147,10 @@ class LocalEngine:
     def weights(self) -> dict[str, Tensor]:
         """See `Engine.weights`."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def start_of(self, name: str) -> int:
+        """See `Engine.start_of`."""
+        return 0
 
     def refresh(self) -> None:
         """See `Engine.refresh`: the masters are what the model computes with."""

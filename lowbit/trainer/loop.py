@@ -145,12 +145,11 @@ class Trainer:
         self._require_finite(loss, grad_norm, batches)
         engine.step(scale, _clip_scale(grad_norm, config.optim.clip_norm))
         self.experts.end_step()
-        if self.ema is not None:
-            self.ema.update()
-
         position.step += 1
         position.tokens += int(tokens)
         measured = self.stabilisers.after_step(position.step, self.progress)
+        if self.ema is not None:
+            self.ema.update()
         position.seconds += self._agree(self.meter.end_step(int(tokens)))
         return {
             "step": position.step,

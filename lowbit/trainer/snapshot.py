@@ -4,6 +4,7 @@
         model.safetensors      FP32 master weights
         optimizer.safetensors  "<weight's name>.<slot>", e.g. blocks.0.mlp.up.weight.exp_avg
         ema.safetensors        averaged weights, where kept
+        stabilisers.safetensors  what the precision's stabilisers know, where there are any (trainer/stabilise.py)
         meta.json              step, position in the data, identity of tokenizer, data and model, versions
         manifest.json          SHA-256 and size of each file above, and when in the run's history it was written
 
@@ -55,12 +56,14 @@ class Snapshot:
     """Averaged weights by fully qualified name."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Plain JSON: tokens, seconds, cursor, identity, metric state, versions."""
+    stabilisers: dict[str, Tensor] | None = None
+    """Their state by `<stabiliser>.<name>`; tensors of any type."""
 
     @property
     def parts(self) -> dict[str, dict[str, Tensor]]:
         """Tensors by file name without ending."""
-        parts = {"model": self.model, "optimizer": self.optimizer}
-        return parts if self.ema is None else parts | {"ema": self.ema}
+        parts = {"model": self.model, "optimizer": self.optimizer, "ema": self.ema, "stabilisers": self.stabilisers}
+        return {name: tensors for name, tensors in parts.items() if tensors is not None}
 
     @property
     def bytes(self) -> int:
@@ -140,7 +143,14 @@ def read_snapshot(folder: Path, weights_only: bool = False) -> Snapshot:
         for part in parts:
             for alias, name in content["shared"].get(part, {}).items():
                 parts[part][alias] = parts[part][name]
-        return Snapshot(content["step"], parts["model"], parts.get("optimizer", {}), parts.get("ema"), content["meta"])
+        return Snapshot(
+            content["step"],
+            parts["model"],
+            parts.get("optimizer", {}),
+            parts.get("ema"),
+            content["meta"],
+            parts.get("stabilisers"),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error!r}") from None
 
