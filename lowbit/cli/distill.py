@@ -118,12 +118,17 @@ def _do(work: _Work, overrides: list[str] | None, multirun: bool, cfg: Shown | N
 
 def _task(work: _Work) -> "Task":
     from lowbit.cli.job import Task
+    from lowbit.configs import validate_distill as checks
     from lowbit.configs.overrides import DISTILL
-    from lowbit.configs.validate_distill import validate_distill
 
     def function(config: Any, run_dir: Path) -> None:
         import lowbit.distill.run as distill
 
         getattr(distill, work.value)(config, run_dir)
 
-    return Task(DISTILL, function, validate_distill)
+    check = {
+        _Work.run: checks.validate_distill,
+        _Work.cache: checks.validate_cache,
+        _Work.train: checks.validate_train,
+    }[work]
+    return Task(DISTILL, function, check)

@@ -2,6 +2,7 @@
 here what is the distillation's own."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from lowbit.configs.schema import DistillConfig, Divergence, Estimator, RunConfig
 from lowbit.configs.validate import COUNT, FRACTION, POSITIVE, Range, check_ranges, refuse, validate
@@ -23,6 +24,11 @@ def validate_distill(config: DistillConfig) -> None:
     """Raise ConfigError for the first setting that cannot work."""
     validate(student_config(config))
     check_ranges(config, RANGES)
+    if config.cache.tokens is None:
+        student_tokens(config)
+    path = config.teacher.path
+    if path and not Path(path).expanduser().is_dir():
+        raise refuse(config, "teacher.path", why="no such folder", works="for example teacher.path=runs/pretrain")
     if not config.teacher.path:
         try:
             validate(teacher_config(config))
@@ -34,6 +40,25 @@ def validate_distill(config: DistillConfig) -> None:
         why = "sampled targets would bias it"
         works = "loss.divergence=forward_kl or cache.estimator=topk would work"
         raise refuse(config, *keys, why=why, works=works)
+
+
+def validate_cache(config: DistillConfig) -> None:
+    """The same for `lowbit distill cache`, which needs a teacher and to know how much to cache."""
+    if not config.teacher.path:
+        works = "name the folder of a run or of a Hugging Face model, for example teacher.path=runs/pretrain"
+        why = "there is nothing to cache (`lowbit distill` alone trains a teacher first)"
+        raise refuse(config, "teacher.path", why=why, works=works)
+    validate_distill(config)
+
+
+def validate_train(config: DistillConfig) -> None:
+    """The same for `lowbit distill train`, which needs a cache and no teacher."""
+    validate_distill(replace(config, teacher=replace(config.teacher, path=config.teacher.path or ".")))
+    folders = [config.cache.path, *config.cache.more]
+    for folder in folders if config.cache.path else folders[1:]:
+        if not Path(folder).expanduser().is_dir():
+            key = "cache.path" if folder == config.cache.path else "cache.more"
+            raise refuse(config, key, why="no such folder", works="make it with `lowbit distill cache`")
 
 
 def student_config(config: DistillConfig) -> RunConfig:

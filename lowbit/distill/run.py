@@ -19,7 +19,7 @@ from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import Cache
 from lowbit.distill.student import Distillation, describe
 from lowbit.distill.teacher import open_teacher
-from lowbit.errors import ConfigError, Interrupted
+from lowbit.errors import Interrupted
 from lowbit.trainer.checkpoint import CheckpointStore
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.hardware import set_deterministic
@@ -36,11 +36,6 @@ def cache(config: DistillConfig, run_dir: Path, device: torch.device | None = No
 
     Raises: ConfigError, DataError, CheckpointError, one line, for whatever is missing or does not fit.
     """
-    if not config.teacher.path:
-        raise ConfigError(
-            "teacher.path is empty: name the folder of a run or of a Hugging Face model (`lowbit distill` alone trains "
-            "a teacher first)"
-        )
     device = device or local_device(config.device, Place.of(os.environ))
     set_deterministic(config.deterministic)
     folder = cache_folder(config, run_dir)

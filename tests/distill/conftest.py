@@ -82,6 +82,7 @@ def distillation(teacher_run: Path, tmp_path: Path) -> DistillConfig:
     config = load_config(teacher_run / "config.yaml")
     settings = {name: getattr(config, name) for name in config.__dataclass_fields__}
     settings |= {"run_name": "student", "seed": 3, "max_steps": 6}
+    settings["logging"] = LoggingConfig(every_steps=1, softmax_saturation=False)
     return DistillConfig(
         **settings,
         teacher=TeacherConfig(path=str(teacher_run), precision=PrecisionConfig(compute=ComputeDtype.fp32)),

@@ -1,0 +1,301 @@
+"""The student: rows meet their words, the objective is what it says, and a run resumes, refuses and learns."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.configs.schema import (
+    DistillConfig,
+    DistillLossConfig,
+    Divergence,
+    Estimator,
+    SourceConfig,
+    SourceKind,
+)
+from lowbit.data.dataset import Dataset, prepare_data
+from lowbit.data.loader import Cursor, SampleOrder
+from lowbit.distill import run as distill
+from lowbit.distill.batches import CachedLoader, DistilledBatch, StoredRows
+from lowbit.distill.codec import decode
+from lowbit.distill.making import CacheMaker
+from lowbit.distill.shards import Cache, token_checksums
+from lowbit.distill.student import Distilled
+from lowbit.distill.teacher import Teacher
+from lowbit.errors import CheckpointError, ConfigError, DataError
+from lowbit.models.sparse_head import DistillTerms, SparseTargets
+from lowbit.models.transformer import Transformer
+from lowbit.trainer.loaded import load_run
+
+Make = Callable[..., CacheMaker]
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_tensors(run_dir: Path) -> dict[str, Tensor]:
+    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    return {f"{file.stem}/{name}": t for file in newest.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+@pytest.fixture
+def cache(maker: Make, distillation: DistillConfig) -> Cache:
+    return maker(Path(distillation.cache.path)).make()
+
+
+def loader(dataset: Dataset, caches: list[Cache], **settings: Any) -> CachedLoader:
+    defaults: dict[str, Any] = {"seed": 3, "sequences_at": lambda _: 4, "micro_batch": 2, "prefetch": 0}
+    return CachedLoader(dataset, caches, **(defaults | settings))
+
+
+# Joining ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_meet_the_words_they_were_made_from(cache: Cache, dataset: Dataset, teacher: Teacher) -> None:
+    source = loader(dataset, [cache])
+    seen: list[int] = []
+    for _ in range(8):  # two epochs of 16 samples
+        for batch in source.next_step():
+            assert isinstance(batch, DistilledBatch) and batch.teacher is None
+            here = batch.to("cpu")
+            assert here.teacher is not None and here.teacher.ids.shape == (2 * 32, 8)
+            sums = token_checksums(batch)
+            for row in range(2):
+                everything = [int(s) for s in cache.read(np.arange(16)).checksums]
+                sample = everything.index(int(sums[row]))
+                seen.append(sample)
+                stored = cache.read(np.array([sample]))
+                expected = decode(cache.layout, stored.words, stored.starts, 32)
+                assert torch.equal(here.teacher.ids.view(2, 32, 8)[row], expected.ids[0])
+                assert torch.equal(here.teacher.entropy.view(2, 32)[row], expected.entropy[0])
+            logits = teacher.hidden(batch) @ teacher.model.head_weight.t()
+            p = torch.softmax(logits[:, : teacher.model.vocab_size], dim=1)
+            entropy = -(p * p.clamp(min=1e-30).log()).sum(dim=1)
+            assert (here.teacher.entropy - entropy).abs().max() < 1 / 256 + 1e-5
+    assert sorted(seen[:16]) == sorted(seen[16:]) == list(range(16)) and seen[:16] != seen[16:]
+    assert source.epochs() == {"cache": 2.0}
+
+
+def test_order_is_the_students_own_and_independent_of_ranks(cache: Cache, dataset: Dataset) -> None:
+    one = [b for _ in range(4) for b in loader(dataset, [cache]).next_step()]
+    other = loader(dataset, [cache], seed=4).next_step()
+    assert not torch.equal(one[0].tokens, other[0].tokens)
+    ranks = [loader(dataset, [cache], rank=r, world=2).next_step() for r in range(2)]
+    assert torch.equal(torch.cat([b.tokens for b in ranks[0] + ranks[1]]), torch.cat([b.tokens for b in one[:2]]))
+    ahead, source = loader(dataset, [cache], prefetch=3), loader(dataset, [cache])
+    for _ in range(3):
+        want = source.next_step()
+        assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(ahead.next_step(), want, strict=True))
+    resumed = loader(dataset, [cache])
+    resumed.seek(Cursor(8, 3, dataset.fingerprint))
+    assert torch.equal(resumed.next_step()[1].tokens, want[1].tokens)
+    ahead.close()
+
+
+def test_rows_of_other_words_are_an_error(cache: Cache, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = loader(dataset, [cache])
+    monkeypatch.setattr(source, "_cached", SampleOrder(dataset, 99))
+    with pytest.raises(DataError, match=r"sample \d+ was made from other text than the data have there"):
+        source.next_step()
+
+
+def test_pinned_and_moved_batches_are_the_same(cache: Cache, dataset: Dataset) -> None:
+    [batch, _] = loader(dataset, [cache]).next_step()
+    assert isinstance(batch, DistilledBatch)
+    first, again = batch.to("cpu"), batch.to("cpu").to("cpu")
+    assert first.teacher is not None and again.teacher is not None
+    assert torch.equal(first.teacher.weights, again.teacher.weights) and torch.equal(first.tokens, batch.tokens)
+    assert first.visibility is not None and first.valid_tokens == 64
+
+
+# The objective ------------------------------------------------------------------------------------------------
+
+
+def gradients(model: Transformer) -> dict[str, Tensor]:
+    out = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return out
+
+
+def test_the_gradient_is_that_of_full_distillation_on_average(
+    maker: Make, teacher: Teacher, dataset: Dataset, distillation: DistillConfig, tmp_path: Path
+) -> None:
+    """Over 150 seeds of the cache: the mean gradient of every parameter of a student, along the true gradient and along
+    random directions, within five standard errors."""
+    batch = dataset.training_batch(*SampleOrder(dataset, 1).locate(np.array([0, 1])))
+    student = Transformer(replace(distillation.model, layers=1, width=16), dataset.tokenizer.vocab_size)
+    student.init_weights(5)
+    with torch.no_grad():
+        logits = (teacher.hidden(batch) @ teacher.model.head_weight.t())[:, : student.vocab_size]
+    p = torch.softmax(logits, dim=1)
+    ours = student(batch.tokens, batch.visibility).flatten(0, 1) @ student.head_weight[: student.vocab_size].t()
+    exact = F.kl_div(F.log_softmax(ours, dim=1), p, reduction="sum")
+    exact.backward()
+    full = gradients(student)
+    found: dict[str, list[Tensor]] = {name: [] for name in full}
+    values = []
+    for seed in range(150):
+        m = maker(tmp_path / "unused", seed=seed, targets=4)
+        words, sizes, _ = m.rows(batch, 0)
+        stored = StoredRows(m.layout, words.to(torch.int32), sizes.cumsum(0) - sizes)
+        joined = DistilledBatch(**vars(batch), rows=(stored,))
+        out = Distilled(DistillTerms())(student, joined.to("cpu"))
+        out.loss_sum.backward()
+        values.append(float(out.moments["kl"][0]))
+        for name, gradient in gradients(student).items():
+            found[name].append(gradient)
+    for name, expected in full.items():
+        draws = torch.stack(found[name]).flatten(1).double()
+        directions = torch.cat([expected.flatten()[None], torch.randn(20, expected.numel())]).double()
+        projected = draws @ directions.t()  # [seeds, 21]
+        spread = projected.std(dim=0) / len(draws) ** 0.5
+        error = (projected.mean(dim=0) - directions @ expected.flatten().double()).abs()
+        assert (error <= 5 * spread + 1e-6).all(), name
+    assert abs(np.mean(values) - float(exact)) < 5 * np.std(values) / len(values) ** 0.5
+    assert np.std(values) > 0.1, "single estimates do differ"
+
+
+def test_several_teachers_are_averaged(maker: Make, dataset: Dataset, tmp_path: Path) -> None:
+    """Two caches of one order: the gradient is the mean of what each alone gives."""
+    caches = [
+        maker(tmp_path / name, estimator=e).make() for name, e in (("a", Estimator.varopt), ("b", Estimator.gumbel))
+    ]
+    model = Transformer(maker(tmp_path / "c").teacher.model.config, dataset.tokenizer.vocab_size)
+    model.init_weights(2)
+
+    def run(chosen: list[Cache]) -> tuple[float, dict[str, Tensor]]:
+        batch = loader(dataset, chosen).next_step()[0].to("cpu")
+        out = Distilled(DistillTerms(alpha=0.7))(model, batch)
+        out.loss_sum.backward()
+        return float(out.loss_sum.detach()), gradients(model)
+
+    a, b, both = run(caches[:1]), run(caches[1:]), run(caches)
+    assert both[0] == pytest.approx((a[0] + b[0]) / 2, rel=1e-5)
+    for name, gradient in both[1].items():
+        torch.testing.assert_close(gradient, (a[1][name] + b[1][name]) / 2, rtol=1e-3, atol=1e-5)
+
+
+def test_topk_alone_is_renormalised(maker: Make, dataset: Dataset, tmp_path: Path) -> None:
+    cache = maker(tmp_path / "k", estimator=Estimator.topk).make()
+    batch = loader(dataset, [cache]).next_step()[0].to("cpu")
+    assert isinstance(batch, DistilledBatch) and batch.teacher is not None
+    t = batch.teacher
+    assert float(t.weights.sum(dim=1).max()) < 1
+    model = Transformer(maker(tmp_path / "c").teacher.model.config, dataset.tokenizer.vocab_size)
+    model.init_weights(2)
+    out = Distilled(DistillTerms(), renormalise=True)(model, batch)
+    scaled = SparseTargets(t.ids, t.weights / t.weights.sum(dim=1, keepdim=True), t.entropy)
+    want = Distilled(DistillTerms())(model, replace(batch, teacher=scaled))
+    assert torch.equal(out.loss_sum, want.loss_sum)
+
+
+# Runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_reports_its_divergence_and_leaves_an_ordinary_run(
+    cache: Cache, distillation: DistillConfig, tmp_path: Path
+) -> None:
+    result = distill.train(distillation, tmp_path / "student")
+    assert result.step == 6
+    log = rows(result.run_dir)
+    assert all(r["kl_se"] > 0 and r["kl"] > 0 for r in log) and log[-1]["kl"] < log[0]["kl"]
+    assert log[-1]["epoch/cache"] == 3.0
+    loaded = load_run(result.run_dir, device="cpu")
+    assert loaded.config.seed == 3 and type(loaded.config).__name__ == "RunConfig"
+    assert (result.run_dir / "distill.yaml").is_file()
+
+
+def test_resuming_changes_no_bit(cache: Cache, distillation: DistillConfig, tmp_path: Path) -> None:
+    config = replace(distillation, checkpoint=replace(distillation.checkpoint, every_steps=3, keep_last=3))
+    distill.train(config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000006")
+    distill.train(config, tmp_path / "cut")
+    whole, cut = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "cut")
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert [r["kl"] for r in rows(tmp_path / "whole")] == [r["kl"] for r in rows(tmp_path / "cut")]
+
+
+def test_going_on_with_another_cache_is_refused(
+    cache: Cache, maker: Make, distillation: DistillConfig, tmp_path: Path
+) -> None:
+    distill.train(distillation, tmp_path / "student")
+    maker(tmp_path / "other", seed=9).make()
+    other = replace(distillation, max_steps=9, cache=replace(distillation.cache, path=str(tmp_path / "other")))
+    with pytest.raises(CheckpointError, match=r"learned from other teachers' targets than cache.path"):
+        distill.train(other, tmp_path / "student")
+
+
+def test_what_does_not_fit_is_refused_naming_the_field(
+    cache: Cache, distillation: DistillConfig, teacher_run: Path, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(60):
+        (corpus / f"{i}.txt").write_text(f"other text number {i} " * 20)
+    source = {"files": SourceConfig(kind=SourceKind.files, path=str(corpus))}
+    for change, message in (
+        ({"data": replace(distillation.data, sources=source)}, r"does not fit the student .*: data.fingerprint: \"\w+"),
+        ({"data": replace(distillation.data, sequence_length=16)}, r"data.sequence_length: 32 there, 16 here"),
+        ({"data": replace(distillation.data, document_mask=False)}, "data.document_mask: true there, false here"),
+        ({"cache": replace(distillation.cache, temperature=2.0)}, "temperature: 1.0 there, 2.0 here"),
+        (
+            {"loss": DistillLossConfig(Divergence.jsd)},
+            "loss.divergence=jsd: needs the exact probabilities of one cache",
+        ),
+    ):
+        with pytest.raises((DataError, ConfigError), match=message) as caught:
+            distill.train(replace(distillation, **change), tmp_path / "student")  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+    tokens = prepare_data(distillation.data, lambda _: None).tokenizer.digest
+    manifest = json.loads((cache.folder / "manifest.json").read_text())
+    manifest["identity"]["tokenizer"] = "0" * 64
+    (cache.folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=rf"tokenizer: \"0+... there, \"{tokens[:12]}"):
+        distill.train(distillation, tmp_path / "student")
+
+
+def test_caches_of_other_samples_cannot_be_averaged(
+    cache: Cache, maker: Make, distillation: DistillConfig, tmp_path: Path
+) -> None:
+    maker(tmp_path / "longer", tokens=1024).make()
+    more = replace(distillation.cache, more=[str(tmp_path / "longer")])
+    with pytest.raises(DataError, match=r"holds other samples than .*: samples: 32 there, 16 here"):
+        distill.train(replace(distillation, cache=more), tmp_path / "student")
+
+
+@pytest.mark.parametrize("divergence", [Divergence.reverse_kl, Divergence.jsd])
+def test_bucketed_divergences_train(
+    divergence: Divergence, maker: Make, distillation: DistillConfig, tmp_path: Path
+) -> None:
+    maker(Path(distillation.cache.path), estimator=Estimator.topk).make()
+    config = replace(distillation, loss=DistillLossConfig(divergence, 0.8))
+    log = rows(distill.train(config, tmp_path / "student").run_dir)
+    assert log[-1]["kl"] < log[0]["kl"] and all(r["kl"] >= 0 for r in log)
+
+
+def test_everything_trains_a_teacher_caches_and_trains(distillation: DistillConfig, tmp_path: Path) -> None:
+    """Without a teacher one is trained first; the same command again does nothing twice."""
+    config = replace(
+        distillation,
+        teacher=replace(distillation.teacher, path="", model=distillation.model, max_steps=4),
+        cache=replace(distillation.cache, path="", tokens=None),
+    )
+    result = distill.everything(config, tmp_path / "all")
+    assert result.step == 6
+    made = tmp_path / "all" / "cache" / "manifest.json"
+    assert json.loads(made.read_text())["identity"]["samples"] == 6 * 8
+    times = [p.stat().st_mtime_ns for p in (made, tmp_path / "all" / "teacher" / "config.yaml")]
+    again = distill.everything(config, tmp_path / "all")
+    assert again.val_bpb == result.val_bpb
+    assert times == [p.stat().st_mtime_ns for p in (made, tmp_path / "all" / "teacher" / "config.yaml")]
