@@ -13,7 +13,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from lowbit.configs.schema import MlpKind, ModelConfig, NormPlacement, QkNormScope, RopeConfig, RopeScaling
+from lowbit.configs.schema import (
+    GateKind,
+    MlpKind,
+    ModelConfig,
+    MoeConfig,
+    NormPlacement,
+    QkNormScope,
+    RopeConfig,
+    RopeScaling,
+)
 from lowbit.errors import CheckpointError
 from lowbit.models.cost import head_dim_of
 
@@ -127,6 +136,7 @@ class _Reader:
             head_dim=self.head_dim(heads),
             mlp=MlpKind.swiglu,
             mlp_width=self.number("intermediate_size"),
+            moe=self.moe(),
             qk_norm=self.family in (Family.qwen3, Family.qwen3_moe, Family.olmo2),
             qk_norm_scope=QkNormScope.layer if self.family is Family.olmo2 else QkNormScope.head,
             norm_placement=NormPlacement.after if self.family is Family.olmo2 else NormPlacement.before,
@@ -146,6 +156,29 @@ class _Reader:
             return None
         dim = int(self.number("head_dim", 128))
         return None if dim * heads == self.raw["hidden_size"] else dim
+
+    def moe(self) -> MoeConfig:
+        """Experts; their losses are those that go on training a model, and change nothing of what it computes."""
+        if self.family not in (Family.mixtral, Family.qwen3_moe):
+            return MoeConfig()
+        experts = self.number("num_local_experts", self.raw.get("num_experts"))
+        width, normalise, first_dense = self.number("intermediate_size"), True, 0
+        if self.family is Family.qwen3_moe:
+            width, normalise = self.number("moe_intermediate_size"), bool(self.raw.get("norm_topk_prob", False))
+            dense = sorted(self.raw.get("mlp_only_layers") or [])
+            first_dense = len(dense)
+            if dense != list(range(first_dense)):
+                raise self.wrong("mlp_only_layers", "is not supported: dense layers must be the first ones")
+            self.must_be("decoder_sparse_step", 1, "is not supported: every layer behind the dense ones has experts")
+        return MoeConfig(
+            experts=experts,
+            top_k=self.number("num_experts_per_tok"),
+            expert_width=width,
+            first_dense=first_dense,
+            normalise=normalise,
+            balance_loss=float(self.number("router_aux_loss_coef", 0.001)),
+            z_loss=0.0,
+        )
 
     def windows(self, model: ModelConfig) -> None:
         window = self.raw.get("sliding_window")
@@ -205,6 +238,8 @@ def family_of(config: ModelConfig) -> Family:
         raise _no_family(f"model.mlp={config.mlp}", "only swiglu networks have one")
     if config.logit_softcap is not None:
         raise _no_family(f"model.logit_softcap={config.logit_softcap}", "none of ours caps its logits")
+    if config.moe.experts:
+        return _moe_family(config)
     norms = (config.norm_placement, config.qk_norm_scope if config.qk_norm else None)
     families = {
         (NormPlacement.before, None): Family.llama,
@@ -217,6 +252,20 @@ def family_of(config: ModelConfig) -> Family:
         what = f"model.norm_placement={config.norm_placement} with model.qk_norm={str(config.qk_norm).lower()}"
         raise _no_family(what + (f" and model.qk_norm_scope={config.qk_norm_scope}" if config.qk_norm else ""))
     return families[norms]
+
+
+def _moe_family(config: ModelConfig) -> Family:
+    moe = config.moe
+    for key, wanted in (("gate", GateKind.softmax), ("shared", 0), ("bias_rate", 0), ("gate_scale", 1)):
+        if getattr(moe, key) != wanted:
+            raise _no_family(f"model.moe.{key}={getattr(moe, key)}", f"Mixtral and Qwen3-MoE have {wanted}")
+    if config.norm_placement is NormPlacement.before and config.qk_norm and config.qk_norm_scope is QkNormScope.head:
+        return Family.qwen3_moe
+    if config.norm_placement is NormPlacement.before and not config.qk_norm and moe.normalise and not moe.first_dense:
+        return Family.mixtral
+    raise _no_family(
+        "a mixture of experts with these norms, model.moe.normalise or first_dense", "see Mixtral and Qwen3-MoE"
+    )
 
 
 def _no_family(what: str, why: str = "") -> CheckpointError:
@@ -262,7 +311,24 @@ def write_config(config: ModelConfig, vocab_size: int, dtype: str, eos_id: int |
     }
     if family is Family.llama:
         values["mlp_bias"] = False
-    return values
+    return values | _written_experts(config, family)
+
+
+def _written_experts(config: ModelConfig, family: Family) -> dict[str, Any]:
+    moe = config.moe
+    common = {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.balance_loss}
+    if family is Family.mixtral:
+        return {"num_local_experts": moe.experts, "intermediate_size": moe.expert_width, **common}
+    if family is Family.qwen3_moe:
+        return {
+            "num_experts": moe.experts,
+            "moe_intermediate_size": moe.expert_width,
+            "norm_topk_prob": moe.normalise,
+            "mlp_only_layers": list(range(moe.first_dense)),
+            "decoder_sparse_step": 1,
+            **common,
+        }
+    return {}
 
 
 def _written_rope(config: ModelConfig) -> tuple[dict[str, Any] | None, float]:

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit.configs.schema import MlpKind, ModelConfig, NormPlacement, QkNormScope, RopeConfig, RopeScaling
+from lowbit.configs.schema import (
+    GateKind,
+    MlpKind,
+    ModelConfig,
+    MoeConfig,
+    NormPlacement,
+    QkNormScope,
+    RopeConfig,
+    RopeScaling,
+)
 from lowbit.errors import CheckpointError
 from lowbit.models.hf.config import Family, family_of, read_config, write_config
 from lowbit.models.hf.folder import INDEX, SINGLE, TensorFolder
@@ -52,6 +61,27 @@ CASES: dict[str, tuple[Family, dict[str, Any]]] = {
     "llama linear": (Family.llama, {"rope_parameters": LINEAR, "num_key_value_heads": 1}),
     "qwen3": (Family.qwen3, {"head_dim": 16}),
     "qwen3 yarn tied": (Family.qwen3, {"head_dim": 8, "rope_parameters": YARN, "tie_word_embeddings": True}),
+    "mixtral": (Family.mixtral, {"num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": None}),
+    "qwen3 moe": (
+        Family.qwen3_moe,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3 moe normalised": (
+        Family.qwen3_moe,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+        },
+    ),
     "olmo2": (Family.olmo2, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
 }
 
@@ -66,6 +96,7 @@ def stock_model(family: Family, changes: dict[str, Any]) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            assert parameter.any(), name
     return model
 
 
@@ -180,6 +211,29 @@ BAD_CONFIGS = [
 ]
 
 
+BAD_EXPERTS = [
+    ({"mlp_only_layers": [1]}, "dense layers must be the first ones"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+    ({"moe_intermediate_size": None}, "moe_intermediate_size=null must be a number"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_EXPERTS)
+def test_expert_layouts_that_we_do_not_have_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    stock_model(*CASES["qwen3 moe"]).save_pretrained(tmp_path)
+    _edit_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path, VOCAB, torch.float32)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    stock_model(*CASES["mixtral"]).save_pretrained(tmp_path)
+    name = "model.layers.2.block_sparse_moe.experts.3.w3.weight"
+    _edit_tensors(tmp_path, lambda t: t.pop(name))
+    with pytest.raises(CheckpointError, match=r"experts\.3\.w3\.weight is missing"):
+        load_model(tmp_path, VOCAB, torch.float32)
+
+
 @pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)
 def test_what_a_config_asks_for_in_vain_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     stock_model(Family.llama, {}).save_pretrained(tmp_path)
@@ -259,6 +313,10 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"mlp": MlpKind.relu2}, "model.mlp=relu2"),
+        ({"moe": MoeConfig(experts=4, shared=1)}, "model.moe.shared=1"),
+        ({"moe": MoeConfig(experts=4, bias_rate=0.1)}, "model.moe.bias_rate=0.1"),
+        ({"moe": MoeConfig(experts=4, gate=GateKind.sigmoid)}, "model.moe.gate=sigmoid"),
+        ({"moe": MoeConfig(experts=4, first_dense=1), "qk_norm": False}, "a mixture of experts with these norms"),
         ({"logit_softcap": 30.0}, "model.logit_softcap=30.0"),
         ({"qk_norm": True, "qk_norm_scope": QkNormScope.layer}, "model.qk_norm_scope=layer"),
         ({"norm_placement": NormPlacement.after, "qk_norm": False}, "norm_placement=after with model.qk_norm=false"),
