@@ -194,6 +194,7 @@ class Trainer:
 
         rehearse = rehearsal(loss, engine.model) if engine.world == 1 else None
         self.precision.begin_step(self.position.step, self.progress, rehearse)
+        self.precision.begin_micro_batch(self.position.step, engine.rank * len(batches), engine.rank)
         self.stabilisers.before_step(self.position.step + 1, batches, loss, valid)
 
     def _due(self, every: int) -> bool:
