@@ -181,7 +181,7 @@ class KeptInput:
         packed = Packed(self.data, self.scales, self.outer, self.shape, operand.spec, self.scale_shape, False)
         if operand.backend != EMULATED:
             return Native.of(packed.unpack(), operand.backend)
-        return Fused.unpack(packed, dtype) if ops.takes(self.data) else packed.unpack()
+        return Fused.unpack(packed, dtype) if ops.takes(self.data, packed.spec) else packed.unpack()
 
 
 def forward_product(
@@ -237,12 +237,16 @@ def weight_factors(
     clock: Tensor,
     policy: LinearPolicy,
     dtype: torch.dtype,
+    again: bool = False,
 ) -> list[Factor]:
-    """Q2(W) of siblings, rotated by the first one's signs, since their input is rotated once."""
+    """Q2(W) of siblings, rotated by the first one's signs, since their input is rotated once.
+
+    again: in a backward pass.
+    """
     streams = [Stream(key, clock, Product.FPROP, Side.RIGHT) for key in keys]
     signs, right = rotation_signs(policy.fprop, streams[0]), policy.fprop.right
     parts = zip(weights, streams, choices, strict=True)
-    return [factor(w, right, stream, signs, dtype, remembered(choice)) for w, stream, choice in parts]
+    return [factor(w, right, stream, signs, dtype, remembered(choice), again=again) for w, stream, choice in parts]
 
 
 def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,7 +301,7 @@ def _input_gradient(
     sources: list[tuple[Tensor, Tensor | None]] = [(weight, None) for weight in weights]
     if policy.alignment is Alignment.ALIGNED and policy.fprop.right.spec is not None:
         forward_signs = rotation_signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.RIGHT))
-        factors = weight_factors(weights, keys, choices, clock, policy, dtype)
+        factors = weight_factors(weights, keys, choices, clock, policy, dtype, again=True)
         sources = [_dequantised(f, forward_signs, w.shape[1]) for f, w in zip(factors, weights, strict=True)]
     return dgrad(grads, sources, keys, clock, policy, dtype, lefts)
 

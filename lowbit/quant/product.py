@@ -129,7 +129,7 @@ def bf16_valued(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x, BF16 or FP32, rounded to BF16 and held in `dtype` (BF16 or FP32)."""
     if x.dtype == torch.bfloat16:
         return x.to(dtype)
-    return ops.rounded_op(x, dtype) if ops.takes(x) else round_to_bf16(x).to(dtype)
+    return ops.rounded_op(x, dtype) if x.device.type == "cpu" else round_to_bf16(x).to(dtype)
 
 
 def factor(
@@ -141,15 +141,17 @@ def factor(
     memory: Memory | None = None,
     amax: Tensor | None = None,
     wanted: Wanted = Wanted.OPERAND,
+    again: bool = False,
 ) -> Factor:
     """x [rows, k], BF16 or FP32, any strides -> rotated and quantised.
 
     Args:
-        dtype: that of the product. memory, amax: see `quantise_values`.
+        dtype: that of the product. memory, amax: see `quantise_values`. again: see `ops.factor_op`.
     """
     spec = operand.spec
     emulated = operand.backend == EMULATED
-    if emulated and ops.takes(x) and (spec is not None or signs is not None) and (memory is None or memory.margin == 1):
+    fused = emulated and ops.takes(x, spec) and (memory is None or memory.margin == 1)
+    if fused and (spec is not None or signs is not None):
         choice = None if memory is None else memory.choice
         settings = (
             ops.spec_text(spec),
@@ -157,6 +159,7 @@ def factor(
             dtype,
             wanted is not Wanted.CODES,
             wanted is not Wanted.OPERAND,
+            again,
         )
         matrix, scale, *codes = ops.factor_op(x, signs, stream.key, stream.clock, choice, amax, *settings)
         if spec is None:

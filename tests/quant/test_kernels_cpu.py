@@ -48,10 +48,10 @@ def tensors() -> Iterator[torch.Tensor]:
 
 def run(x: torch.Tensor, spec: QuantSpec | None, signs: torch.Tensor | None, **more: torch.Tensor) -> ops.FactorTensors:
     """The kernel, into memory full of rubbish."""
-    out = ops._allocate(x, signs, spec, x.dtype, True, True)
+    out = ops.allocate(x, signs, spec, x.dtype, True, True)
     for tensor in out:
         tensor.view(torch.uint8).fill_(0x55)
-    padded = ops._padded(ops._width(x.shape[1], signs), spec)
+    padded = ops.padded_columns(ops.operand_width(x.shape[1], signs), spec)
     cpu.run_factor(x, spec, signs, KEY, CLOCK, LANE, more.get("choice"), more.get("amax"), padded, out)
     return out
 
@@ -59,8 +59,8 @@ def run(x: torch.Tensor, spec: QuantSpec | None, signs: torch.Tensor | None, **m
 def reference(
     x: torch.Tensor, spec: QuantSpec | None, signs: torch.Tensor | None, **more: torch.Tensor
 ) -> ops.FactorTensors:
-    out = ops._allocate(x, signs, spec, x.dtype, True, True)
-    return ops._reference(x, signs, spec, STREAM, more.get("choice"), more.get("amax"), x.dtype, out)
+    out = ops.allocate(x, signs, spec, x.dtype, True, True)
+    return ops.reference(x, signs, spec, STREAM, more.get("choice"), more.get("amax"), x.dtype, out)
 
 
 @each_spec
@@ -74,7 +74,7 @@ def test_operands_scales_and_codes_have_the_references_bits(spec: QuantSpec | No
         if spec is not None:
             back = torch.empty_like(want[0])
             outer = want[4] if want[4].numel() else None
-            cpu.run_unpack(want[2], want[3], outer, spec, ops._padded(back.shape[1], spec), back)
+            cpu.run_unpack(want[2], want[3], outer, spec, ops.padded_columns(back.shape[1], spec), back)
             assert same_bits(back, want[0])
 
 
@@ -84,7 +84,7 @@ def test_every_spec_has_a_kernel_and_odd_ones_the_reference() -> None:
     odd = replace(S.NVFP4_POW2, block=(1, 32))
     assert not cpu.handles(odd)
     x = torch.randn(20, 72)
-    out = ops.factor_op(x, None, KEY, CLOCK, None, None, ops.spec_text(odd), LANE, torch.float32, True, True)
+    out = ops.factor_op(x, None, KEY, CLOCK, None, None, ops.spec_text(odd), LANE, torch.float32, True, True, False)
     assert same_bits(out[0], fake_quantise(x, odd).float())
 
 
@@ -103,7 +103,7 @@ def test_several_threads_give_the_same_bits() -> None:
 def test_kept_choices_of_four_and_six(spec: QuantSpec) -> None:
     x = torch.randn(40, 280)
     rows = -(-40 // spec.block[0])
-    choice = torch.tensor([0, 4, 6], dtype=torch.int8)[torch.randint(0, 3, (rows, ops._padded(280, spec) // 16))]
+    choice = torch.tensor([0, 4, 6], dtype=torch.int8)[torch.randint(0, 3, (rows, ops.padded_columns(280, spec) // 16))]
     got, want = run(x, spec, None, choice=choice), reference(x, spec, None, choice=choice)
     assert all(same_bits(g, w) for g, w in zip(got, want, strict=True))
     assert not same_bits(got[0], run(x, spec, None)[0])
@@ -130,7 +130,7 @@ def test_a_spec_survives_as_text(spec: QuantSpec | None) -> None:
 @pytest.mark.parametrize("spec", [None, S.NVFP4_POW2_EDEN, S.NVFP4_SR, S.FP8_BLOCK_2D, S.INT8_ROW], ids=str)
 def test_the_operators_are_what_they_declare(spec: QuantSpec | None) -> None:
     x = torch.randn(20, 72)
-    rest = (KEY, CLOCK, None, None, ops.spec_text(spec), LANE, torch.bfloat16, True, True)
+    rest = (KEY, CLOCK, None, None, ops.spec_text(spec), LANE, torch.bfloat16, True, True, False)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.factor_op, (x, STREAM.signs(128), *rest), test_utils=tests)
     if spec is not None:
@@ -142,7 +142,7 @@ def test_the_operators_are_what_they_declare(spec: QuantSpec | None) -> None:
 
 def test_without_a_compiler_the_reference_runs_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     x = torch.randn(20, 72)
-    rest = (KEY, CLOCK, None, None, ops.spec_text(S.NVFP4_POW2_46), LANE, torch.float32, True, True)
+    rest = (KEY, CLOCK, None, None, ops.spec_text(S.NVFP4_POW2_46), LANE, torch.float32, True, True, False)
     want = ops.factor_op(x, None, *rest)
     monkeypatch.setenv("PATH", str(tmp_path))
     cpu._build.cache_clear()

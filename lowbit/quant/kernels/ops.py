@@ -3,7 +3,7 @@
 Opaque on purpose. What a linear layer keeps for its backward pass is then what it says, the packed codes, and not
 whatever a partitioner finds cheaper; a graph compiles in seconds; and a kernel of its own can do what a loop compiler
 cannot, rotate 128 numbers in registers. On the CPU they run `quantise.cpp`, or the PyTorch reference where there is no
-compiler; both give the same bits.
+compiler; on a GPU, `triton_blocks`. All give the same bits.
 
 A spec travels as text, since an operator takes no Python objects: `spec_text` and `spec_of`.
 """
@@ -47,9 +47,9 @@ def spec_of(text: str) -> QuantSpec | None:
     return QuantSpec(name, fmt, (int(rows), int(columns)), *kinds, float(bound), float(target))
 
 
-def takes(x: Tensor) -> bool:
-    """Whether these operators run where x is."""
-    return x.device.type == "cpu"
+def takes(x: Tensor, spec: QuantSpec | None = None) -> bool:
+    """Whether these operators run where x is, for this spec; six-bit codes have no GPU kernel."""
+    return x.device.type == "cpu" or (x.is_cuda and (spec is None or spec.element.bits != 6))
 
 
 def lane_of(stream: Stream) -> int:
@@ -75,20 +75,23 @@ def factor_op(
     dtype: torch.dtype,
     operand: bool,
     codes: bool,
+    again: bool,
 ) -> FactorTensors:
     """x [rows, k] rotated by `signs` and quantised: (operand, after, data, scales, outer).
 
     Args:
         choice, amax: see `quantise_values` (a choice, where there is one, is kept).
         operand, codes: which of them are wanted; what is not, or does not exist, has no elements.
+        again: a backward pass makes the forward's factor once more. To a compiler that is another call, not a reason
+            to keep the first one's result.
     """
     found = spec_of(spec)
-    out = _allocate(x, signs, found, dtype, operand, codes)
+    out = allocate(x, signs, found, dtype, operand, codes)
     if cpu.handles(found):
-        padded = _padded(_width(x.shape[1], signs), found)
+        padded = padded_columns(operand_width(x.shape[1], signs), found)
         cpu.run_factor(x, found, signs, key, clock, lane, choice, amax, padded, out)
         return out
-    return _reference(x, signs, found, stream_of(key, clock, lane), choice, amax, dtype, out)
+    return reference(x, signs, found, stream_of(key, clock, lane), choice, amax, dtype, out)
 
 
 @factor_op.register_fake
@@ -104,26 +107,27 @@ def _(
     dtype: torch.dtype,
     operand: bool,
     codes: bool,
+    again: bool,
 ) -> FactorTensors:
-    return _allocate(x, signs, spec_of(spec), dtype, operand, codes)
+    return allocate(x, signs, spec_of(spec), dtype, operand, codes)
 
 
-def _width(columns: int, signs: Tensor | None) -> int:
+def operand_width(columns: int, signs: Tensor | None) -> int:
     """Columns of the operand: rotation pads."""
     return columns if signs is None else -(-columns // signs.shape[0]) * signs.shape[0]
 
 
-def _padded(width: int, spec: QuantSpec | None) -> int:
+def padded_columns(width: int, spec: QuantSpec | None) -> int:
     """Columns that the quantiser sees."""
     multiple = 1 if spec is None else spec.column_multiple
     return -(-width // multiple) * multiple
 
 
-def _allocate(
+def allocate(
     x: Tensor, signs: Tensor | None, spec: QuantSpec | None, dtype: torch.dtype, operand: bool, codes: bool
 ) -> FactorTensors:
     """What the operator returns, uninitialised."""
-    rows, width = x.shape[0], _width(x.shape[1], signs)
+    rows, width = x.shape[0], operand_width(x.shape[1], signs)
     none = 0, torch.float32
     shapes: list[tuple[int | tuple[int, ...], torch.dtype]] = [((rows, width), dtype) if operand else (0, dtype)]
     if spec is None:
@@ -146,7 +150,7 @@ def _code_shapes(rows: int, width: int, spec: QuantSpec) -> list[tuple[int | tup
     kind = torch.float32 if spec.scale in (Scale.FP32, Scale.POWER_OF_TWO) else torch.uint8
     outer: tuple[int, ...] | int = 0
     if spec.outer in (Outer.BLOCK, Outer.BLOCK_POW2):
-        outer = rows, _padded(width, spec) // OUTER_BLOCK
+        outer = rows, padded_columns(width, spec) // OUTER_BLOCK
     elif spec.outer is not Outer.NONE:
         outer = (rows if spec.outer is Outer.ROW else 1), 1
     return [
@@ -156,7 +160,7 @@ def _code_shapes(rows: int, width: int, spec: QuantSpec) -> list[tuple[int | tup
     ]
 
 
-def _reference(
+def reference(
     x: Tensor,
     signs: Tensor | None,
     spec: QuantSpec | None,
@@ -195,7 +199,7 @@ def unpack_op(
     assert found is not None
     operand = data.new_empty((rows, width), dtype=dtype)
     if cpu.handles(found):
-        cpu.run_unpack(data, scales, outer, found, _padded(width, found), operand)
+        cpu.run_unpack(data, scales, outer, found, padded_columns(width, found), operand)
         return operand
     shape = scales.shape[0], scales.shape[1]
     return operand.copy_(Packed(data, scales, outer, (rows, width), found, shape, False).unpack().operand())

@@ -231,8 +231,8 @@ def _sources(
     ordinary, retained = zip(*(channels.split(weight) for weight in weights), strict=True)
     none = [None] * len(weights)
     parts = (
-        weight_factors(ordinary, keys, choices, clock, policy, dtype),
-        weight_factors(retained, keys, none, clock, policy_of_outliers(policy), dtype),
+        weight_factors(ordinary, keys, choices, clock, policy, dtype, again=True),
+        weight_factors(retained, keys, none, clock, policy_of_outliers(policy), dtype, again=True),
     )
     return [(channels.join(_dequantised(a), _dequantised(b)), None) for a, b in zip(*parts, strict=True)]
 
