@@ -120,7 +120,7 @@ class DeepSpeedEngine:
 
     def _lay_out(self) -> Shards:
         if self.stage == 0:
-            return replicated(self.model)
+            return replicated(self.model, self.rank, self.world)
         make = partitioned_parameters if self.stage == 3 else partitioned_groups
         shards = make(self._zero, self._names, self.rank, self.world)
         self._optimizer.lay_out(shards.gather_group, shards.scatter_group)
@@ -337,6 +337,8 @@ class DeepSpeedEngine:
         elif self.stage == 3:
             kept = self._zero.persistent_parameters
             self._zero._partition_all_parameters()
+            for index in range(len(self.shards.groups)):  # its parameters' parts are copies of the masters
+                self._zero._reassign_or_swap_out_partitioned_parameters(index)
             if kept:
                 kept[0].all_gather(kept)
 

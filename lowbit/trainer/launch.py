@@ -7,6 +7,7 @@ build their groups (NCCL between GPUs, gloo between CPUs), post results (`distri
 even when it is alone.
 """
 
+import atexit
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -98,14 +99,13 @@ def open_ranks(config: RunConfig) -> Iterator[tuple[Ranks, torch.device]]:
     if config.engine.kind is EngineKind.local:
         yield ALONE, device
         return
+    if dist.is_initialized() and place.world > 1:
+        raise LowbitError("these processes are in a job already: run what follows in it (trainer.run.pretrain_on)")
     backend = "nccl" if device.type == "cuda" else "gloo"
     patience = timedelta(seconds=2 * config.engine.rank_timeout_seconds + 60)
     if place.world == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        try:
-            yield Ranks(), device
-        finally:
-            dist.destroy_process_group()
+        _group_of_one(backend)
+        yield Ranks(), device
         return
     store = _join(place)
     watch = Watch(_join(place), place.rank, place.world, config.engine.rank_timeout_seconds)
@@ -132,6 +132,13 @@ def open_ranks(config: RunConfig) -> Iterator[tuple[Ranks, torch.device]]:
         watch.stop()
         if dist.is_initialized() and watch.failure is None:
             dist.destroy_process_group()
+
+
+def _group_of_one(backend: str) -> None:
+    """The group that DeepSpeed wants; it stays until the process ends, because DeepSpeed remembers it."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        atexit.register(dist.destroy_process_group)
 
 
 def _join(place: Place) -> Store:

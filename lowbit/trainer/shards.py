@@ -125,14 +125,14 @@ class Shards:
         return next(layout for layout in self.groups if layout.flat is flat)
 
 
-def replicated(model: nn.Module) -> Shards:
+def replicated(model: nn.Module, rank: int, world: int) -> Shards:
     """Stage 0: every rank keeps everything."""
     parts, groups = [], []
     for index, (name, parameter) in enumerate(model.named_parameters()):
         flat = parameter.detach().view(-1)
         parts.append(Part(name, parameter.shape, 0, parameter.numel(), index, 0))
         groups.append(GroupLayout(flat, parameter.numel(), ()))
-    return Shards(parts, groups, 0, 1)
+    return Shards(parts, groups, rank, world)
 
 
 def partitioned_groups(zero: Any, names: Mapping[int, str], rank: int, world: int) -> Shards:

@@ -58,26 +58,34 @@ def start(world: int, arguments: list[str], folder: Path) -> list[subprocess.Pop
     ]
 
 
-def collect(processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 240) -> list[Ended]:
+def collect(processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 600) -> list[Ended]:
     """Wait for all ranks; one that is still there after `timeout` seconds is killed, and its code is -9."""
     begun = time.monotonic()
     ended: dict[int, float] = {}
-    while len(ended) < len(processes):
-        for rank, process in enumerate(processes):
-            if rank not in ended and process.poll() is not None:
-                ended[rank] = time.monotonic() - begun
-        if time.monotonic() - begun > timeout:
-            for process in processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGKILL)
-        time.sleep(0.02)
+    try:
+        while len(ended) < len(processes) and time.monotonic() - begun < timeout:
+            for rank, process in enumerate(processes):
+                if rank not in ended and process.poll() is not None:
+                    ended[rank] = time.monotonic() - begun
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
     return [
-        Ended(rank, p.returncode, (folder / f"out{rank}").read_text(), (folder / f"err{rank}").read_text(), ended[rank])
+        Ended(
+            rank,
+            p.returncode,
+            (folder / f"out{rank}").read_text(),
+            (folder / f"err{rank}").read_text(),
+            ended.get(rank, timeout),
+        )
         for rank, p in enumerate(processes)
     ]
 
 
-def run(world: int, arguments: list[str], folder: Path, timeout: float = 240) -> list[Ended]:
+def run(world: int, arguments: list[str], folder: Path, timeout: float = 600) -> list[Ended]:
     """Start and collect."""
     folder.mkdir(parents=True, exist_ok=True)
     return collect(start(world, arguments, folder), folder, timeout)

@@ -15,7 +15,7 @@ import worker
 from ranks import run_cases
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.dist]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1200)]
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
