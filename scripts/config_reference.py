@@ -16,12 +16,15 @@ from pathlib import Path
 
 from lowbit.configs import schema
 from lowbit.configs.overrides import groups
-from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema import DistillConfig, ModelConfig, PrecisionConfig, RunConfig
 from lowbit.configs.stored import plain
 from lowbit.configs.strict import accepted, fields_of, show, unwrap_optional
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "configuration.md"
+
+ELSEWHERE: dict[type, str] = {ModelConfig: "model", PrecisionConfig: "precision"}
+"""Sections that stand in several places, and the one where they are described."""
 
 INTRODUCTION = """\
 # Configuration
@@ -77,6 +80,11 @@ def sections(cls: type, key: str, texts: dict[str, dict[str, str]]) -> list[str]
             path, inner = f"{path}.NAME", typing.get_args(inner)[1]
         elif typing.get_origin(inner) is list and dataclasses.is_dataclass(typing.get_args(inner)[0]):
             inside += sections(typing.get_args(inner)[0], f"{path}.N", texts)
+        elsewhere = ELSEWHERE.get(inner) if isinstance(inner, type) else None
+        if elsewhere not in (None, path):
+            why = " ".join(texts[cls.__name__].get(name, "").split())
+            lines.append(f"| `{path}.KEY` | the keys of `{elsewhere}` | as there | {why} |")
+            continue
         if dataclasses.is_dataclass(inner):
             inside += sections(typing.cast(type, inner), path, texts)
             continue
@@ -94,7 +102,7 @@ def sections(cls: type, key: str, texts: dict[str, dict[str, str]]) -> list[str]
 def presets() -> list[str]:
     """The page's part about groups and their choices."""
     lines = ["## Presets", "", "| group | choice | what it is |", "|---|---|---|"]
-    for group, choices in groups().items():
+    for group, choices in groups(None).items():
         for choice in choices:
             text = (ROOT / "lowbit" / "configs" / group / f"{choice}.yaml").read_text(encoding="utf-8")
             comments = [
@@ -104,9 +112,20 @@ def presets() -> list[str]:
     return [*lines, ""]
 
 
+def distillation(texts: dict[str, dict[str, str]]) -> list[str]:
+    """The page's part about what `lowbit distill` takes besides a run's keys."""
+    lines = ["## `lowbit distill`", "", f"{texts['DistillConfig']['']} Its presets are `distill=CHOICE`.", ""]
+    for name, hint in fields_of(DistillConfig).items():
+        if name not in fields_of(RunConfig):
+            lines += sections(hint, name, texts)
+    return lines
+
+
 def render() -> str:
     """The whole page."""
-    return "\n".join([INTRODUCTION, *presets(), *sections(RunConfig, "", docstrings())]).rstrip() + "\n"
+    texts = docstrings()
+    parts = [INTRODUCTION, *presets(), *sections(RunConfig, "", texts), *distillation(texts)]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def main() -> int:

@@ -35,6 +35,6 @@ def test_presets_are_found_as_package_data() -> None:
     from lowbit.configs.overrides import groups
 
     folder = ROOT / "lowbit" / "configs"
-    assert groups() == {
+    assert groups(None) == {
         f.name: sorted(y.stem for y in f.glob("*.yaml")) for f in sorted(folder.iterdir()) if list(f.glob("*.yaml"))
     }

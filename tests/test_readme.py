@@ -17,8 +17,8 @@ import pytest
 import typer
 
 from lowbit.cli.main import build_app
-from lowbit.configs.compose import compose
-from lowbit.configs.overrides import expand_sweep
+from lowbit.configs.compose import compose, compose_for
+from lowbit.configs.overrides import DISTILL, expand_sweep
 from lowbit.configs.validate import validate
 
 ROOT = Path(__file__).parent.parent
@@ -91,13 +91,18 @@ def test_a_mentioned_command_is_accepted(command: str, tmp_path: Path, monkeypat
     found: Any = typer.main.get_command(build_app())
     name = "lowbit"
     while words and hasattr(found, "commands"):
+        if "run" in found.commands and words[0] not in found.commands:
+            words.insert(0, "run")  # settings right after a group's name
         name = words.pop(0)
         assert name in found.commands, f"there is no command {name}"
         found = found.commands[name]
     if not words:
         return  # a command's name alone
     parsed = found.make_context(name, words)
-    if name in OVERRIDES:
+    if shlex.split(command)[1] == "distill":
+        for job in expand_sweep(parsed.params.get("overrides") or [], DISTILL):
+            compose_for(DISTILL, job)
+    elif name in OVERRIDES:
         settings = parsed.params["overrides"] or []
         for job in expand_sweep(settings) if parsed.params.get("multirun") else [settings]:
             validate(compose(job))

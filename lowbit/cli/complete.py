@@ -9,8 +9,16 @@ then shows it, and leaves the cursor right after the `=`. The schema is read onl
 
 from collections.abc import Mapping
 
-COMMANDS = (("pretrain",), ("plan",), ("data", "pack"), ("tokenizer", "train"))
-"""Commands whose arguments are overrides."""
+COMMANDS = {
+    ("pretrain",): "pretrain",
+    ("plan",): "pretrain",
+    ("data", "pack"): "pretrain",
+    ("tokenizer", "train"): "pretrain",
+    ("distill", "cache"): "distill",
+    ("distill", "train"): "distill",
+    ("distill",): "distill",
+}
+"""Commands whose arguments are overrides, and whose settings they are."""
 
 
 def candidates(incomplete: str) -> list[str]:
@@ -18,6 +26,13 @@ def candidates(incomplete: str) -> list[str]:
     from lowbit.cli.candidates import overrides_like
 
     return overrides_like(incomplete)
+
+
+def distill_candidates(incomplete: str) -> list[str]:
+    """The same for `lowbit distill`."""
+    from lowbit.cli.candidates import overrides_like
+
+    return overrides_like(incomplete, "distill")
 
 
 def answer_bash(environment: Mapping[str, str]) -> bool:
@@ -35,11 +50,12 @@ def answer_bash(environment: Mapping[str, str]) -> bool:
     if command is None or position < 1 + len(command):
         return False
     current = words[position] if position < len(words) else ""
-    if current.startswith("-"):
-        return False
+    if current.startswith("-") or (command == ("distill",) and position == 2 and current.isalpha()):
+        return False  # an option, or perhaps a command of the group
     whole = _join(words[1 + len(command) : position], current)
     tail = len(whole) - len(current.removeprefix("=") if current == "=" else current)
-    print("\n".join(c[tail:] for c in candidates(whole)))
+    found = distill_candidates(whole) if COMMANDS[command] == "distill" else candidates(whole)
+    print("\n".join(c[tail:] for c in found))
     return True
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from lowbit.cli.complete import distill_candidates
 from lowbit.cli.generate import Device
 from lowbit.cli.pretrain import Shown
 from lowbit.cli.settings import TAKES_SETTINGS, settings
@@ -35,7 +36,10 @@ app = typer.Typer(
 
 Overrides = Annotated[
     list[str] | None,
-    settings("Settings, such as teacher.path=runs/pretrain model=quick cache.targets=16. Several values need -m."),
+    settings(
+        "Settings, such as teacher.path=runs/pretrain model=quick cache.targets=16. Several values need -m.",
+        distill_candidates,
+    ),
 ]
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run every combination of comma lists.")]
 Config = Annotated[

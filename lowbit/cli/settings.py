@@ -1,5 +1,6 @@
 """The `KEY=VALUE` arguments that several commands take: how they are declared, completed and read."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,9 +15,9 @@ TAKES_SETTINGS = {"ignore_unknown_options": True}
 """Context of commands that take settings: they get unknown options too, to answer them with the key that was meant."""
 
 
-def settings(help: str) -> Any:
+def settings(help: str, complete: Callable[[str], list[str]] = candidates) -> Any:
     """The declaration of a command's `KEY=VALUE` arguments."""
-    return typer.Argument(metavar="KEY=VALUE", help=help, autocompletion=candidates, show_default=False)
+    return typer.Argument(metavar="KEY=VALUE", help=help, autocompletion=complete, show_default=False)
 
 
 def read(overrides: list[str] | None) -> "RunConfig":

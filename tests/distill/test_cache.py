@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit.configs.schema import DistillConfig, Estimator
+from lowbit.configs.schema import DistillConfig, Estimator, TokenizerConfig, TokenizerKind
 from lowbit.configs.stored import save_config
 from lowbit.data.batch import Batch
-from lowbit.data.dataset import Dataset
+from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import SampleOrder
 from lowbit.distill import shards
 from lowbit.distill.codec import decode
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import MANIFEST, STAMPS, Cache, open_cache, read_manifest, token_checksums
-from lowbit.distill.teacher import Teacher
+from lowbit.distill.teacher import Teacher, open_teacher
 from lowbit.errors import ConfigError, DataError, NonFiniteError
+from lowbit.trainer.exported import export, open_weights
 
 Make = Callable[..., CacheMaker]
 HELPER = Path(__file__).parent / "make_cache.py"
@@ -318,3 +319,20 @@ def test_reading_is_by_sample_and_does_not_load_the_rest(made: Path, monkeypatch
     assert opened == [3, 3, 0]
     assert isinstance(real(0).words.base, np.memmap) or isinstance(real(0).words, np.memmap)
     assert isinstance(cache, Cache) and read_manifest(made)["shards"] is not None
+
+
+def test_a_hugging_face_folder_teaches_like_the_run_it_was_made_from(
+    distillation: DistillConfig, maker: Make, dataset: Dataset, teacher_run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "hf"
+    export(open_weights(teacher_run), folder, "fp32")
+    tokenizer = TokenizerConfig(kind=TokenizerKind.file, path=str(folder))
+    data = prepare_data(replace(distillation.data, tokenizer=tokenizer), lambda _: None)
+    config = replace(distillation, teacher=replace(distillation.teacher, path=str(folder)))
+    imported = open_teacher(config.teacher, config.engine, torch.device("cpu"))
+    ours, theirs = maker(tmp_path / "a"), CacheMaker(tmp_path / "b", config, 512, imported, data)
+    batch = batch_of(dataset, [0, 1])
+    assert torch.equal(batch.tokens, batch_of(data, [0, 1]).tokens)
+    for mine, other in zip(ours.rows(batch, 0), theirs.rows(batch, 0), strict=True):
+        assert torch.equal(mine, other)
+    assert imported.tokenizer_path == folder
