@@ -103,11 +103,11 @@ class TorchBlocks:
 def layout(factor: Quantised, row_multiple: int = 1) -> tuple[Tensor, Tensor]:
     """The bytes of the matrix, uint8 [rows, columns or columns / 2], and of its scales, uint8 in the 32_4_4 order."""
     spec, codes, scales = factor.spec, factor.codes, factor.scales
-    rows = factor.shape[0]
+    rows, width = factor.shape[0], -(-factor.shape[1] // K_MULTIPLE) * K_MULTIPLE
     if spec.block[0] > 1:
         scales = scales.repeat_interleave(spec.block[0], 0)
-    codes, scales = codes[:rows], scales[:rows]
-    missing = -codes.shape[1] % K_MULTIPLE, -rows % row_multiple
+    codes, scales = codes[:rows, :width], scales[:rows, : width // spec.block[1]]
+    missing = width - codes.shape[1], -rows % row_multiple
     if any(missing):
         codes = F.pad(codes, (0, missing[0], 0, missing[1]))
         scales = F.pad(scales, (0, missing[0] // spec.block[1], 0, missing[1]))
