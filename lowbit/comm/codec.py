@@ -151,4 +151,4 @@ class IntCodec(Codec):
         codes = message[4 * blocks :].view(torch.int8).view(blocks, -1)
         if self.width == 4:
             codes = torch.stack([(codes << 4) >> 4, codes >> 4], dim=-1).view(blocks, self.block)
-        return (codes.float() * scale[:, None]).flatten()[:n]
+        return (codes * scale[:, None]).flatten()[:n]

@@ -234,7 +234,8 @@ class TwoHop:
     def _start(self, steps: Sequence[Callable[[], Steps]], tensors: list[Tensor]) -> Work:
         if not tensors[0].is_cuda:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "lowbit-comm")
+                # A new thread would use every core for each small operation, and wait for them
+                self._thread = ThreadPoolExecutor(1, "lowbit-comm", torch.set_num_threads, (1,))
             return Work(self._thread.submit(_run, steps))
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]

@@ -48,15 +48,15 @@ def inputs(kind: str, n: int, rank: int) -> torch.Tensor:
     return torch.from_numpy(values(kind, n, seed=100 + rank))
 
 
-def reductions(rank: int, world: int, hop: str, node_size: int = 1) -> dict[str, np.ndarray]:
+def reductions(rank: int, world: int, hop: str, node_size: int = 1, device: str = "cpu") -> dict[str, np.ndarray]:
     """Every reduction over all ranks, in one level or two."""
     between, inside = node_groups(node_size)
     found = {}
     for name, codec, n, piece, dtype, kind, factor in REDUCTIONS:
         two_hop = TwoHop(between, make_codec(codec), piece, inside if node_size > 1 else None, timeout=60)
-        x = inputs(kind, n, rank).to(getattr(torch, dtype))
+        x = inputs(kind, n, rank).to(device, getattr(torch, dtype))
         two_hop.all_reduce_(x, factor).wait()
-        found[f"{hop} {name}"] = x.float().numpy()
+        found[f"{hop} {name}"] = x.float().cpu().numpy()
         found[f"{hop} {name} bytes"] = np.array([two_hop.bytes_sent])
         two_hop.close()
     for name, codec, sizes, piece in SCATTERS:
@@ -64,12 +64,12 @@ def reductions(rank: int, world: int, hop: str, node_size: int = 1) -> dict[str,
         if node_size > 1 and len(set(sizes)) > 1:
             continue
         two_hop = TwoHop(between, make_codec(codec), piece, inside if node_size > 1 else None, timeout=60)
-        x = inputs("normal", sum(sizes), rank)
+        x = inputs("normal", sum(sizes), rank).to(device)
         before = x.clone()
-        out = torch.empty(sizes[two_hop.rank])
+        out = torch.empty(sizes[two_hop.rank], device=device)
         two_hop.reduce_scatter(x, out, sizes=sizes).wait()
         assert torch.equal(x, before) and two_hop.rank == rank
-        found[f"{hop} scatter {name}"] = out.numpy()
+        found[f"{hop} scatter {name}"] = out.cpu().numpy()
         found[f"{hop} scatter {name} bytes"] = np.array([two_hop.bytes_sent])
         two_hop.close()
     return found
@@ -134,7 +134,10 @@ def main() -> None:
     rank, world, folder, suite = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store_{suite}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    backend = "nccl" if suite == "nccl" else "gloo"
+    if suite == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     found: dict[str, np.ndarray] = {}
     if suite == "all":
         found |= reductions(rank, world, "flat")
@@ -146,10 +149,14 @@ def main() -> None:
             found |= {f"disagreement {k}": v for k, v in disagreement(rank).items()}
     elif suite == "nodes":
         found |= reductions(rank, world, "nodes of 2", 2)
+    elif suite == "nccl":
+        found |= reductions(rank, world, "flat", device="cuda")
+        found |= reductions(rank, world, "one node", world, device="cuda")
+        found |= {f"disagreement {k}": v for k, v in disagreement(rank).items()}
     else:
         found |= lost(rank, suite)
     np.savez(folder / f"{suite}_{rank}.npz", **found)
-    if suite in ("all", "nodes"):
+    if suite in ("all", "nodes", "nccl"):
         dist.barrier()
         dist.destroy_process_group()
 

@@ -143,17 +143,18 @@ LEVELS = [("flat", lambda world: 1), ("nodes of 2", lambda world: 2), ("one node
 
 def test_reductions(ranks: Results) -> None:
     world = len(ranks)
-    checked = 0
-    for hop, size in LEVELS:
+    levels = {hop: size(world) for hop, size in LEVELS if f"{hop} squinch" in ranks[0]}
+    assert len(levels) == {1: 1, 2: 3, 3: 2, 4: 3}[world]
+    check_reductions(ranks, levels)
+
+
+def check_reductions(ranks: Results, levels: dict[str, int]) -> None:
+    """levels: a name and the ranks of a node."""
+    for hop, node_size in levels.items():
         for case in REDUCTIONS:
-            key = f"{hop} {case[0]}"
-            if key not in ranks[0]:
-                continue
-            expected = expected_reduction(case, world, size(world))
+            expected = expected_reduction(case, len(ranks), node_size)
             for rank in ranks:
-                assert same(rank[key], expected), key
-            checked += 1
-    assert checked == len(REDUCTIONS) * {1: 1, 2: 3, 3: 2, 4: 3}[world]
+                assert same(rank[f"{hop} {case[0]}"], expected), (hop, case)
 
 
 def test_the_simulation_gives_the_same_bits(ranks: Results) -> None:
@@ -286,6 +287,29 @@ def test_three_nodes_of_two(tmp_path: Path) -> None:
     for case in REDUCTIONS[:8]:
         expected = expected_reduction(case, 6, 2)
         assert all(same(rank[f"nodes of 2 {case[0]}"], expected) for rank in found), case[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+def test_two_gpus(tmp_path: Path) -> None:
+    """The same bits over NCCL, from the kernels."""
+    world = min(4, torch.cuda.device_count())
+    assert launch(tmp_path, world, "nccl") == [0] * world
+    found = load(tmp_path, world, "nccl")
+    check_reductions(found, {"flat": 1, "one node": world})
+    test_reduce_scatter(found)
+    test_bytes_are_counted(found)
+    test_ranks_that_differ_are_named(found)
+
+
+@pytest.mark.gpu
+def test_the_simulation_on_a_gpu_is_the_one_on_the_cpu() -> None:
+    xs = [inputs("rows", 20_000, r) for r in range(4)]
+    for name in ("squinch", "sq48", "sq96", "int8"):
+        for node_size in (1, 2):
+            expected = simulate(xs, make_codec(name), 7000, node_size=node_size)
+            out = simulate([x.cuda() for x in xs], make_codec(name), 7000, node_size=node_size)
+            assert same(out.cpu().numpy(), expected.numpy()), name
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])

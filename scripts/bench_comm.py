@@ -1,0 +1,348 @@
+"""Gradient communication: how fast the codecs are, and what they buy on slow and fast links. Tables, and JSON.
+
+    python scripts/bench_comm.py codec                   # every codec on this machine's GPU (or CPU), bytes a second
+    python scripts/bench_comm.py codec --device cpu      # the fast CPU path beside the reference it equals
+    python scripts/bench_comm.py link                    # gloo over links shaped to 100 Mbit/s and 1 Gbit/s (root)
+    torchrun --nproc_per_node=2 scripts/bench_comm.py nccl            # two-hop against NCCL's all-reduce, 25 MB to 4 GB
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo torchrun ... bench_comm.py nccl --slow
+
+`link` measures a step's communication of ZeRO 0 (gradients all-reduced) and of ZeRO 1 and 2 (gradients to their owners,
+weights gathered in BF16), against the cost model's prediction. Bytes are those that left the network device.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shaped_network import ShapedNetwork, sent_bytes, why_not
+from torch import Tensor
+
+from lowbit.comm.codec import Codec
+from lowbit.comm.codecs import CODECS, Squinch, make_codec
+from lowbit.comm.collective import TwoHop
+from lowbit.comm.cost import CPU_CODINGS, Coding, Link, gather_seconds, parse_rate, reduction_seconds
+from lowbit.comm.squinch import ReferenceSquinch
+
+Row = dict[str, Any]
+
+
+def table(rows: list[Row]) -> None:
+    """Rows with the same keys, as aligned text."""
+    if not rows:
+        return
+    cells = [list(rows[0]), *[[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]]
+    widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+# Codecs
+
+
+def gpu_seconds(run: Callable[[], Any], repeats: int = 20) -> float:
+    """Median time of a call on the GPU, caches cold for anything larger than they are."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(times)
+
+
+def cpu_seconds(run: Callable[[], Any], repeats: int = 15) -> float:
+    """Shortest processor time of a call on this thread: other processes do not count."""
+    run()
+    times = []
+    for _ in range(repeats):
+        begin = time.thread_time()
+        run()
+        times.append(time.thread_time() - begin)
+    return min(times)
+
+
+def codec_calls(codec: Codec, x: Tensor, ranks: int) -> dict[str, tuple[Callable[[], Any], float]]:
+    """Each operation and the bytes that it moves at least: what it reads and what it writes."""
+    n = x.numel()
+    size, message = codec.nbytes(n), codec.encode(x)
+    share = n // ranks // 4096 * 4096
+    rows = codec.encode_rows(x[: ranks * share], ranks, share)
+    out = torch.empty(n, dtype=torch.float32, device=x.device)
+    return {
+        "encode": (lambda: codec.encode(x), x.nbytes + size),
+        "decode": (lambda: codec.decode_rows(message[None], n, out), out.nbytes + size),
+        f"sum of {ranks}, encode": (lambda: codec.sum_encode(rows, share, 1 / ranks), (ranks + 1) * rows.shape[1]),
+    }
+
+
+def bench_codec(args: argparse.Namespace) -> list[Row]:
+    """Bytes a second beside a copy of the same machine, and nanoseconds a value."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    timed = gpu_seconds if device.type == "cuda" else cpu_seconds
+    torch.set_num_threads(1)
+    n = args.values or (1 << 28 if device.type == "cuda" else 1 << 22)
+    source = torch.randn(n, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / timed(lambda: target.copy_(source))
+    print(f"copy {copy / 1e9:.0f} GB/s on {torch.cuda.get_device_name() if device.type == 'cuda' else 'the CPU'}")
+    rows: list[Row] = []
+    for name in args.codecs.split(","):
+        codec = make_codec(name)
+        for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+            for operation, (run, moved) in codec_calls(codec, source.to(dtype), 4).items():
+                if dtype is torch.bfloat16 and operation != "encode":
+                    continue
+                rows.append(codec_row(name, operation, dtype, timed(run), moved, copy, n))
+        if device.type == "cpu" and isinstance(codec, Squinch):
+            reference = ReferenceSquinch(codec.grid, codec.search)
+            part = source[: 1 << 18]
+            for operation, (run, moved) in codec_calls(reference, part, 4).items():
+                seconds = cpu_seconds(run, 3)
+                rows.append(codec_row(f"{name} reference", operation, torch.float32, seconds, moved, copy, 1 << 18))
+    return rows
+
+
+def codec_row(name: str, operation: str, dtype: torch.dtype, seconds: float, moved: float, copy: float, n: int) -> Row:
+    return {
+        "codec": name,
+        "operation": operation,
+        "from": str(dtype).removeprefix("torch."),
+        "ms": seconds * 1e3,
+        "ns/value": seconds / n * 1e9,
+        "GB/s": moved / seconds / 1e9,
+        "of copy": moved / seconds / copy,
+    }
+
+
+# Collectives
+
+
+def reduction(kind: str, group: dist.ProcessGroup, chunk: int) -> tuple[Callable[[Tensor], None], TwoHop | None]:
+    """An all-reduce of FP32 gradients (mean, in place) by the backend, or in two hops."""
+    if kind == "fp32":
+        return lambda x: _reduce_plain(x, group), None
+    if kind == "bf16":
+        return lambda x: _reduce_bf16(x, group), None
+    two_hop = TwoHop(group, make_codec(kind), chunk)
+    return lambda x: two_hop.all_reduce_(x).wait(), two_hop
+
+
+def _reduce_plain(x: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(x, group=group)
+    x.mul_(1 / group.size())
+
+
+def _reduce_bf16(x: Tensor, group: dist.ProcessGroup) -> None:
+    rounded = x.bfloat16()
+    dist.all_reduce(rounded, group=group)
+    x.copy_(rounded).mul_(1 / group.size())
+
+
+def scatter(kind: str, group: dist.ProcessGroup, chunk: int) -> Callable[[Tensor, Tensor], None]:
+    """Gradients [n] -> the mean of this rank's part, FP32 [n / ranks]."""
+    if kind in ("fp32", "bf16"):
+        dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+
+        def plain(x: Tensor, out: Tensor) -> None:
+            part = torch.empty(out.numel(), dtype=dtype)
+            dist.reduce_scatter_tensor(part, x.to(dtype), group=group)
+            out.copy_(part).mul_(1 / group.size())
+
+        return plain
+    two_hop = TwoHop(group, make_codec(kind), chunk)
+    return lambda x, out: two_hop.reduce_scatter(x, out).wait()
+
+
+def gather_weights(mine: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's part in BF16 -> FP32 [n], the owner's rounded as well."""
+    every = torch.empty(whole.numel(), dtype=torch.bfloat16)
+    dist.all_gather_into_tensor(every, mine.bfloat16(), group=group)
+    whole.copy_(every)
+
+
+def timed_on_all(run: Callable[[], None], group: dist.ProcessGroup, repeats: int) -> tuple[float, float]:
+    """Median over repeats of the slowest rank's seconds, and bytes that this rank's device sent, of one call."""
+    run()
+    seconds, sent = [], []
+    for _ in range(repeats):
+        dist.barrier(group)
+        bytes_before, begin = sent_bytes(), time.perf_counter()
+        run()
+        took = torch.tensor([time.perf_counter() - begin])
+        dist.barrier(group)  # until then this rank may still be sending
+        sent.append(sent_bytes() - bytes_before)
+        dist.all_reduce(took, dist.ReduceOp.MAX, group=group)
+        seconds.append(float(took))
+    return statistics.median(seconds), statistics.median(sent)
+
+
+def link_rank(args: argparse.Namespace) -> None:
+    """One rank of `link`; rank 0 writes the rows."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    group = dist.new_group()
+    assert group is not None
+    world, rank, n = dist.get_world_size(), dist.get_rank(), args.values
+    link = Link(parse_rate(args.rate), efficiency=0.93)
+    torch.manual_seed(rank)
+    x, mine, whole = torch.randn(n), torch.randn(n // world), torch.empty(n)
+    codings = {coding.name: coding for coding in CPU_CODINGS}
+    rows: list[Row] = []
+    for kind in args.kinds.split(","):
+        coding = _measured(codings.get(kind) or codings["sq48"], kind)
+        run, two_hop = reduction(kind, group, args.chunk)
+        seconds, sent = timed_on_all(lambda run=run: run(x.clone()), group, args.repeats)  # type: ignore[misc]
+        pieces = max(1, n // args.chunk)
+        predicted = reduction_seconds(n, world, coding, link, pieces=pieces)
+        counted = two_hop.bytes_sent / (args.repeats + 1) if two_hop else float("nan")
+        rows.append(link_row(args.rate, world, "0", kind, n, seconds, predicted, sent, counted))
+        to_owner = scatter(kind, group, args.chunk)
+
+        def sharded(to_owner: Callable[[Tensor, Tensor], None] = to_owner) -> None:
+            to_owner(x, mine)
+            gather_weights(mine, whole, group)
+
+        seconds, sent = timed_on_all(sharded, group, args.repeats)
+        predicted = reduction_seconds(n, world, coding, link, scatter=True, pieces=pieces)
+        predicted += gather_seconds(n, world, 2.0, link)
+        rows.append(link_row(args.rate, world, "1, 2", kind, n, seconds, predicted, sent, float("nan")))
+    if rank == 0:
+        Path(args.out).write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measured(coding: Coding, kind: str) -> Coding:
+    """The coding with this machine's own codec times."""
+    codec, x = make_codec(kind), torch.randn(1 << 20)
+    message, out = codec.encode(x), torch.empty(1 << 20)
+    encode = cpu_seconds(lambda: codec.encode(x), 5) / x.numel() * 1e9
+    decode = cpu_seconds(lambda: codec.decode_rows(message[None], x.numel(), out), 5) / x.numel() * 1e9
+    return replace(coding, name=kind, encode_ns=encode, decode_ns=decode)
+
+
+def link_row(
+    rate: str, world: int, stage: str, kind: str, n: int, seconds: float, predicted: float, sent: float, counted: float
+) -> Row:
+    return {
+        "link": rate,
+        "ranks": world,
+        "ZeRO": stage,
+        "gradients": kind,
+        "ms": seconds * 1e3,
+        "predicted": predicted * 1e3,
+        "bytes/param": sent / n,
+        "counted": counted / n,
+        "Mbit/s": sent * 8 / seconds / 1e6,
+    }
+
+
+def bench_link(args: argparse.Namespace) -> list[Row]:
+    """`link_rank` in namespaces, for each rate and number of ranks."""
+    if reason := why_not():
+        print(f"skipped: {reason}")
+        return []
+    rows: list[Row] = []
+    for rate in args.rates.split(","):
+        values = args.values or (1 << 21 if parse_rate(rate) < 5e8 else 1 << 23)
+        for ranks in map(int, args.ranks.split(",")):
+            out = Path(args.out).with_name(f".rows_{os.getpid()}.json")
+            command = [sys.executable, __file__, "_rank", "--rate", rate, "--values", str(values), "--out", str(out)]
+            command += ["--kinds", args.kinds, "--chunk", str(args.chunk), "--repeats", str(args.repeats)]
+            with ShapedNetwork(ranks, rate) as network:
+                processes = [network.start(rank, command) for rank in range(ranks)]
+                codes = [process.wait(timeout=1200) for process in processes]
+            if any(codes):
+                raise SystemExit(f"{ranks} ranks on {rate}: exit codes {codes}")
+            rows += [with_speedup(row, json.loads(out.read_text())) for row in json.loads(out.read_text())]
+            out.unlink()
+    return rows
+
+
+def with_speedup(row: Row, rows: list[Row]) -> Row:
+    base = next(r for r in rows if r["gradients"] == "bf16" and r["ZeRO"] == row["ZeRO"])
+    return {**row, "over BF16": base["ms"] / row["ms"]}
+
+
+def bench_nccl(args: argparse.Namespace) -> list[Row]:
+    """All-reduce of gradients on GPUs: NCCL's own in FP32 and BF16, and two hops."""
+    dist.init_process_group("nccl")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    group = dist.new_group()
+    assert group is not None
+    rows: list[Row] = []
+    sizes = [25, 100, 400] if args.slow else [25, 100, 400, 1600, 4000]
+    for megabytes in sizes:
+        n = megabytes * 1_000_000 // 2  # BF16 megabytes
+        x = torch.randn(n, device="cuda")
+        low = x.bfloat16()
+        runs: dict[str, Callable[[], Any]] = {
+            "NCCL fp32": lambda x=x: dist.all_reduce(x, group=group),  # type: ignore[misc]
+            "NCCL bf16": lambda low=low: dist.all_reduce(low, group=group),  # type: ignore[misc]
+        }
+        for name in args.kinds.split(","):
+            for pieces in args.pieces:
+                two_hop = TwoHop(group, make_codec(name), max(1 << 20, -(-n // pieces)))
+                runs[f"{name} in {pieces}"] = lambda t=two_hop, x=x: t.all_reduce_(x).wait()  # type: ignore[misc]
+        base = 0.0
+        for name, run in runs.items():
+            x.normal_()
+            seconds = torch.tensor([gpu_seconds(run, 5 if args.slow else 10)], device="cuda")
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            base = float(seconds) if name == "NCCL bf16" else base
+            rows.append({"MB in BF16": megabytes, "ranks": world, "way": name, "ms": float(seconds) * 1e3})
+        for row in rows[-len(runs) :]:
+            row["over NCCL bf16"] = base * 1e3 / row["ms"]
+    dist.destroy_process_group()
+    return rows if rank == 0 else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    codec = commands.add_parser("codec")
+    codec.add_argument("--device")
+    codec.add_argument("--codecs", default=",".join(CODECS))
+    link, rank, nccl = (commands.add_parser(name) for name in ("link", "_rank", "nccl"))
+    link.add_argument("--rates", default="100mbit,1gbit")
+    link.add_argument("--ranks", default="2,4")
+    rank.add_argument("--rate", required=True)
+    for one in (link, rank):
+        one.add_argument("--kinds", default="fp32,bf16,int8,squinch,sq48")
+        one.add_argument("--chunk", type=int, default=1 << 18)
+        one.add_argument("--repeats", type=int, default=3)
+    nccl.add_argument("--kinds", default="squinch,sq48,sq48_fast")
+    nccl.add_argument("--pieces", type=int, nargs="+", default=[1, 4])
+    nccl.add_argument("--slow", action="store_true", help="a throttled link: smaller sizes, fewer repeats")
+    for one in (codec, link, rank, nccl):
+        one.add_argument("--values", type=int, default=0)
+        one.add_argument("--out", default=f"bench_comm_{one.prog.split()[-1]}.json")
+    args = parser.parse_args()
+    if args.command == "_rank":
+        link_rank(args)
+        return
+    rows = {"codec": bench_codec, "link": bench_link, "nccl": bench_nccl}[args.command](args)
+    if rows:
+        table(rows)
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        Path(args.out).write_text(json.dumps({"commit": commit, "torch": torch.__version__, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
