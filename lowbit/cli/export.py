@@ -14,6 +14,8 @@ class Format(StrEnum):
 
     bf16 = "bf16"
     fp32 = "fp32"
+    nvfp4 = "nvfp4"
+    mxfp8 = "mxfp8"
 
 
 def export(
@@ -27,7 +29,10 @@ def export(
         bool, typer.Option(help="Load the folder with transformers and compare logits and every block's output.")
     ] = False,
 ) -> None:
-    """Write a run as a Hugging Face folder, which AutoModelForCausalLM and others read."""
+    """Write a run as a Hugging Face folder, which AutoModelForCausalLM and others read.
+
+    nvfp4 and mxfp8 quantise the weights of the layers, in the layout of compressed-tensors.
+    """
     from lowbit.trainer.exported import check_export, open_weights
     from lowbit.trainer.exported import export as write
 

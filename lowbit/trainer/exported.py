@@ -21,6 +21,7 @@ from lowbit.models.hf.config import is_hf_folder
 from lowbit.models.hf.load import load_model, parameter_shapes, read_weights
 from lowbit.models.hf.parity import compare
 from lowbit.models.hf.save import SHARD_BYTES, save_model
+from lowbit.quant.export import WeightEncoder, WeightFormat
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
 from lowbit.trainer.imported import config_of, require_vocabulary, tokenizer_of
 
@@ -75,20 +76,22 @@ def _side_files(folder: Path) -> dict[str, str]:
     return {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
 
 
-def export(weights: Weights, out: Path, dtype: str, shard_bytes: int = SHARD_BYTES) -> list[Path]:
-    """Write `weights` as a Hugging Face folder `out`; the files that hold tensors. dtype: bf16 or fp32.
+def export(weights: Weights, out: Path, fmt: str, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+    """Write `weights` as a Hugging Face folder `out`; the files that hold tensors. fmt: bf16, fp32, nvfp4 or mxfp8.
 
-    Raises: CheckpointError, as `save_model`.
+    Raises: CheckpointError, as `save_model`; a layer whose rows the format cannot cut into blocks.
     """
+    quantised = fmt in list(WeightFormat)
     return save_model(
         out,
         weights.config.model,
         weights.tensors,
         weights.tokenizer.vocab_size,
-        dtype=dtype,
+        dtype="bf16" if quantised else fmt,
         eos_id=weights.tokenizer.eot_id,
         json_files=tokenizer_files(weights),
         shard_bytes=shard_bytes,
+        encoder=WeightEncoder(WeightFormat(fmt)) if quantised else None,
     )
 
 

@@ -14,6 +14,9 @@ from lowbit.configs.validate import validate
 from lowbit.data.tokenizer import bytes_tokenizer, train_bpe
 from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.infer.engine import Generator
+from lowbit.models.hf.config import Family
+from lowbit.models.hf.names import file_names
+from lowbit.models.hf.save import TABLES
 from lowbit.trainer.evaluate import evaluate
 from lowbit.trainer.exported import check_export, export, import_folder, open_weights
 from lowbit.trainer.imported import tokenizer_of
@@ -193,3 +196,34 @@ def test_texts_begin_as_the_tokenizer_says() -> None:
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
     assert Tokenizer(backend.to_str().encode(), plain.eot).begin == [backend.token_to_id("<s>")]
     assert ModelConfig().vocab_rows is None
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_a_quantised_export_is_what_transformers_then_computes(bpe_run: RunConfig, tmp_path: Path, fmt: str) -> None:
+    """Its logits are those of our model whose layers hold the dequantised weights, as `test_export` reads them."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    model = replace(bpe_run.model, mlp_width=64, qk_norm=True)
+    pretrain(replace(bpe_run, max_steps=2, model=model), tmp_path / "run")
+    weights = open_weights(tmp_path / "run")
+    export(weights, tmp_path / "hf", fmt, shard_bytes=20_000)
+    how = CompressedTensorsConfig(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16, quantization_config=how)
+    theirs = theirs.float()
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    ours = load_run(tmp_path / "run", device="cpu").model
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            (source,) = file_names(Family.qwen3, name)
+            parameter[: 300 if name in TABLES else None].copy_(theirs.get_parameter(source))
+            close = 0.2 if fmt == "nvfp4" and "blocks" in name and "norm" not in name else 0.05
+            assert (parameter - weights.tensors[name]).norm() < close * weights.tensors[name].norm()
+        tokens = torch.randint(0, 300, (2, 20))
+        logits = ours(tokens) @ ours.head_weight[:300].t()
+        expected = theirs(tokens).logits
+        in_bf16 = packed(tokens).logits.float()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert (in_bf16 - expected).norm() / expected.norm() < 0.03
+    with pytest.raises(CheckpointError, match="the weights are quantised"):
+        load_run(tmp_path / "hf", device="cpu")

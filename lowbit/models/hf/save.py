@@ -4,9 +4,9 @@ The FP32 masters are rounded to the type asked for, once, to nearest even; rows 
 out, so that no software can predict them, while rows that an imported checkpoint had stay.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,36 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TABLES = ("embedding.weight", "head.weight")
 
 
+class Encoded(Protocol):
+    """Matrices of a file that are stored as other tensors."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The matrices, by the names they would have."""
+        ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of the tensors stored in their place, by name."""
+        ...
+
+    def take(self, name: str) -> Tensor:
+        """One of those tensors; each is asked for once."""
+        ...
+
+
+class Encoder(Protocol):
+    """A way to store weights in few bits."""
+
+    def layers(self, parts: Mapping[str, Tensor]) -> Sequence[Encoded]:
+        """What to store otherwise, of all tensors of a file."""
+        ...
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` of config.json; `ignored`: linear layers that are stored as they are."""
+        ...
+
+
 def save_model(
     folder: Path,
     config: ModelConfig,
@@ -31,24 +61,34 @@ def save_model(
     eos_id: int | None = None,
     json_files: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    encoder: Encoder | None = None,
 ) -> list[Path]:
     """Write config.json, weights and `json_files` (those of the tokenizer) into a new folder.
 
     Args:
         weights: FP32 masters by our names. vocab_size: tokens of the tokenizer. dtype: a key of `DTYPES`.
+        encoder: stores some of the matrices in few bits.
 
     Raises:
         CheckpointError: no stock architecture computes this model; the folder is in use or cannot be written.
     """
     rows = config.vocab_rows or vocab_size
     kind = DTYPES[dtype]
-    content = {
-        "config.json": write_config(config, rows, str(kind).removeprefix("torch."), eos_id),
-        **(json_files or {}),
-    }
     parts = parts_of(config, weights, rows)
     sizes = {name: part.numel() * kind.itemsize for name, part in parts.items()}
-    return write_folder(folder, sizes, lambda name: parts[name].to("cpu", kind).contiguous(), content, shard_bytes)
+    content = write_config(config, rows, str(kind).removeprefix("torch."), eos_id)
+    encoded: dict[str, Encoded] = {}  # by the names of the tensors that are stored
+    if encoder is not None:
+        for layers in encoder.layers(parts):
+            encoded |= dict.fromkeys(layers.sizes, layers)
+            sizes = {name: size for name, size in sizes.items() if name not in layers.weights} | dict(layers.sizes)
+        plain = [name for name in sizes if name not in encoded and parts[name].dim() == 2 and "embed" not in name]
+        content["quantization_config"] = encoder.config([name.removesuffix(".weight") for name in plain])
+
+    def make(name: str) -> Tensor:
+        return encoded[name].take(name) if name in encoded else parts[name].to("cpu", kind).contiguous()
+
+    return write_folder(folder, sizes, make, {"config.json": content, **(json_files or {})}, shard_bytes)
 
 
 def parts_of(config: ModelConfig, weights: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
