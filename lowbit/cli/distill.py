@@ -135,4 +135,4 @@ def _task(work: _Work) -> "Task":
         _Work.cache: checks.validate_cache,
         _Work.train: checks.validate_train,
     }[work]
-    return Task(DISTILL, function, check)
+    return Task(DISTILL, function, check, joined=work is not _Work.cache)

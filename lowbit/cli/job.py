@@ -59,6 +59,8 @@ class Task:
     """From a configuration of the command's class, and the run's folder, to a finished job."""
     check: Callable[[Any], None] = validate
     """Raises ConfigError for a configuration that cannot work."""
+    joined: bool = True
+    """Several processes of a launcher train together, which takes an engine for it."""
 
 
 PRETRAINING = Task()
@@ -71,7 +73,8 @@ def checked(overrides: Sequence[str], task: Task = PRETRAINING) -> RunConfig:
     config = compose_for(task.command, overrides)
     task.check(config)
     check_precision(config)
-    check_world(config, _world())
+    if task.joined:
+        check_world(config, _world())
     return config
 
 

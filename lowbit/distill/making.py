@@ -61,6 +61,8 @@ from lowbit.models.lm_head import default_chunk, token_chunks
 logger = logging.getLogger("lowbit")
 
 _TOTALS = ("entropy", "named", "rest")
+_ROWS = 8192
+"""Most positions at once: with a small vocabulary, what is looked at of each weighs more than its logits."""
 
 
 class CacheMaker:
@@ -245,7 +247,7 @@ class CacheMaker:
         places = Places(sample + index // length, index % length)
         values, widths, lse = [], [], []
         totals = torch.zeros(len(_TOTALS), dtype=torch.float64, device=self._device)
-        for chunk in token_chunks(size * length, default_chunk(self._device.type, len(self._matrix))):
+        for chunk in token_chunks(size * length, min(_ROWS, default_chunk(self._device.type, len(self._matrix)))):
             logits = hidden[chunk] @ self._matrix.t()
             p = Distributions(logits, self.layout.vocab_size, self.teacher.softcap, self.config.temperature)
             kept = self._sampler(p, self.layout.targets, self._noise, places[chunk])

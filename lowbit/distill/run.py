@@ -19,7 +19,7 @@ from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import Cache
 from lowbit.distill.student import Distillation, describe
 from lowbit.distill.teacher import open_teacher
-from lowbit.errors import Interrupted
+from lowbit.errors import ConfigError, Interrupted
 from lowbit.trainer.checkpoint import CheckpointStore
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.hardware import set_deterministic
@@ -36,7 +36,11 @@ def cache(config: DistillConfig, run_dir: Path, device: torch.device | None = No
 
     Raises: ConfigError, DataError, CheckpointError, one line, for whatever is missing or does not fit.
     """
-    device = device or local_device(config.device, Place.of(os.environ))
+    if device is None:
+        place = Place.of(os.environ)
+        device = local_device(config.device, place)
+        if place.world > 1 and not config.cache.path:
+            raise ConfigError(f"cache.path is empty, and {place.world} processes share a cache by its path: give one")
     set_deterministic(config.deterministic)
     folder = cache_folder(config, run_dir)
     with explain_out_of_memory(lambda: _out_of_memory(config)):

@@ -96,3 +96,33 @@ def test_mistakes_are_one_line_and_leave_nothing(place: Path) -> None:
     assert not (place / "runs").exists()
     code, out, err = lowbit(place, "cache", *SMALL, "teacher.path=empty", "max_steps=2")
     assert code == 2 and "empty: it is neither the folder of a run nor of a Hugging Face model" in err, err
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_two_ranks_share_a_cache_and_train_like_one(place: Path, teacher_run: Path) -> None:
+    """torchrun with the DeepSpeed engine: the same shards to the bit, and the same divergences as one process."""
+    settings = [*SMALL, "data.tokenizer.kind=file", f"data.tokenizer.path={teacher_run}/tokenizer"]
+    settings += [f"teacher.path={teacher_run}", "max_steps=6", "cache.micro_batch=2", "cache.shard_tokens=128"]
+    settings += ["batch.micro_batch=2", "precision.compute=fp32"]
+    code, _, err = lowbit(place, *settings, "run_name=one")
+    assert code == 0, err
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lowbit"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, "distill", *settings, "engine=deepspeed", "run_name=two"],
+        cwd=place, env=env, capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    caches = [place / "runs" / name / "cache" for name in ("one", "two")]
+    one, two = ({p.name: p.read_bytes() for p in c.glob("shard-*")} for c in caches)
+    assert one == two and len(one) == 6
+    logs = [
+        [json.loads(line) for line in (place / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    assert len(logs[0]) == len(logs[1]) == 6
+    for a, b in zip(*logs, strict=True):
+        for key in ("step", "tokens", "loss", "kl", "kl_se", "grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
