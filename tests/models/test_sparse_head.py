@@ -252,3 +252,50 @@ def test_the_compiled_kernels_are_what_was_tested() -> None:
         assert grad is not None and grad_cpu is not None and factor is not None
         torch.testing.assert_close(slopes.loss, expected.loss, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(grad[:, :VOCAB], grad_cpu * factor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", CASES, ids=str)
+def test_on_a_gpu_against_the_oracle(terms: DistillTerms) -> None:
+    hidden, weight, targets, weights = _data()
+    teacher = teacher_targets(exact=terms.divergence is not Divergence.forward_kl)
+    loss, _, _, grad_hidden, grad_weight = oracle(hidden, weight, targets, weights, teacher, terms, None)
+    h, w = hidden.detach().cuda().requires_grad_(), weight.detach().cuda().requires_grad_()
+    moved = SparseTargets(*(t.cuda() for t in teacher))
+    out = lm_head_distill_loss(h, w, targets.cuda(), weights.cuda(), moved, terms, vocab_size=VOCAB, chunk_tokens=16)
+    out.loss_sum.backward()
+    assert h.grad is not None and w.grad is not None
+    torch.testing.assert_close(out.loss_sum.detach().cpu().double(), loss, rtol=1e-3, atol=1e-3)
+    for ours, expected in ((h.grad, grad_hidden), (w.grad, grad_weight)):  # TF32 is off, FP32 products
+        assert (ours.cpu().double() - expected).norm() / expected.norm() < 2e-3
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_is_a_chunks() -> None:
+    """128k tokens of vocabulary, BF16: the loss and its gradients take the chunk's logits and little more."""
+    vocab, width, tokens, chunk = 128_256, 256, 4096, 512
+    hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(vocab, width, device="cuda") * 0.05).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), device="cuda")
+    teacher = SparseTargets(
+        torch.randint(0, vocab, (tokens, 16), device="cuda"),
+        torch.full((tokens, 16), 1 / 16, device="cuda"),
+        torch.ones(tokens, device="cuda"),
+    )
+
+    def run() -> None:
+        weight.grad = hidden.grad = None
+        lm_head_distill_loss(
+            hidden, weight, targets, torch.ones(tokens, device="cuda"), teacher, DistillTerms(),
+            vocab_size=vocab, chunk_tokens=chunk,
+        ).loss_sum.backward()  # fmt: skip
+
+    run()
+    weight.grad = hidden.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    taken = torch.cuda.max_memory_allocated() - before
+    logits = 2 * chunk * vocab
+    head = weight.nbytes * 3 + weight.nbytes // 2 + 2 * hidden.nbytes  # sum, scaled sum, their product; BF16 weight
+    assert taken < 3 * logits + head < 2 * tokens * vocab

@@ -1,0 +1,88 @@
+"""On a GPU: the same rows as on the CPU up to the arithmetic of softmax, the same bits twice, and bounded memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_codec import realistic
+
+from lowbit.configs.schema import DistillConfig, Estimator
+from lowbit.data.dataset import Dataset
+from lowbit.distill.batches import StoredRows, unpack
+from lowbit.distill.blocks import Distributions
+from lowbit.distill.codec import Layout, decode, encode, pack
+from lowbit.distill.estimators import sampler
+from lowbit.distill.making import CacheMaker
+from lowbit.distill.noise import Noise, Places
+from lowbit.distill.teacher import open_teacher
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("estimator", Estimator)
+def test_rows_equal_those_of_the_cpu(estimator: Estimator) -> None:
+    """Noise is integer arithmetic, so only logits at the very edge of a choice may fall on the other side."""
+    vocab, rows = 5000, 512
+    logits = realistic(rows, vocab)
+    layout = Layout(estimator, 16, vocab)
+    found = []
+    for device in ("cpu", "cuda"):
+        index = torch.arange(rows, device=device)
+        places, noise = Places(index // 64, index % 64), Noise(3, estimator.value)
+        p = Distributions(logits.to(device).clone(), vocab)
+        kept = sampler(estimator)(p, 16, noise, places)
+        words, sizes = pack(*encode(layout, kept, p.entropy, noise, places), rows // 64)
+        starts = sizes.cumsum(0) - sizes
+        on_device = decode(layout, words.to(torch.int32), starts, 64)
+        on_cpu = decode(layout, words.to(torch.int32).cpu(), starts.cpu(), 64)
+        assert torch.equal(on_device.ids.cpu(), on_cpu.ids)
+        torch.testing.assert_close(on_device.weights.cpu(), on_cpu.weights)
+        found.append(on_cpu)
+    cpu, cuda = found
+    same = (cpu.ids.sort(dim=2).values == cuda.ids.sort(dim=2).values).all(dim=2)
+    assert float(same.float().mean()) > 0.99
+    assert float((cpu.entropy - cuda.entropy).abs().max()) <= 1 / 256
+
+
+def test_a_cache_is_the_same_bits_twice(distillation: DistillConfig, dataset: Dataset, tmp_path: Path) -> None:
+    teacher = open_teacher(distillation.teacher, distillation.engine, torch.device("cuda"))
+    caches = [CacheMaker(tmp_path / name, distillation, 512, teacher, dataset).make() for name in "ab"]
+    assert caches[0].manifest["shards"] == caches[1].manifest["shards"]
+
+
+@pytest.mark.parametrize("estimator", [Estimator.varopt, Estimator.topk, Estimator.multinomial])
+def test_the_sampler_works_from_a_chunk(estimator: Estimator) -> None:
+    """Beyond the chunk's own logits it takes less than as much again, at 128k tokens."""
+    vocab, rows = 128_256, 1024
+    logits = (torch.randn(rows, vocab, device="cuda") * 2).bfloat16()
+    index = torch.arange(rows, device="cuda")
+
+    def run() -> None:
+        p = Distributions(logits, vocab)
+        sampler(estimator)(p, 16, Noise(1, "x"), Places(index, index))
+
+    run()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    assert torch.cuda.max_memory_allocated() - before < logits.nbytes
+
+
+def test_training_reads_bits_on_the_device(
+    distillation: DistillConfig, maker: Callable[..., CacheMaker], tmp_path: Path
+) -> None:
+    from lowbit.distill import run as distill
+
+    cache = maker(Path(distillation.cache.path)).make()
+    packed = cache.read(torch.arange(4).numpy())
+    here, there = (
+        unpack((StoredRows(cache.layout, packed.words.to(d), packed.starts.to(d)),), 32) for d in ("cpu", "cuda")
+    )
+    assert torch.equal(here.ids, there.ids.cpu())
+    results = []
+    for device in ("cpu", "cuda"):
+        config = replace(distillation, device=device)
+        results.append(distill.train(config, tmp_path / device).val_bpb)
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
