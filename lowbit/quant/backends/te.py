@@ -188,10 +188,9 @@ def refuses(policy: LinearPolicy, sizes: Sizes, device: Device) -> str | None:
         return f"no recipe of Transformer Engine computes {policy.summary} of {policy.alignment.value} operands"
     if device.kind != "cuda":
         return "Transformer Engine needs a CUDA device"
-    if device.capability < CAPABILITY[recipe.cls]:
-        return (
-            f"{recipe.cls} needs compute capability {dotted(CAPABILITY[recipe.cls])}: {dotted(device.capability)} here"
-        )
+    least = CAPABILITY[recipe.cls]
+    if device.capability < least:
+        return f"{recipe.cls} needs compute capability {dotted(least)}, and this device has {dotted(device.capability)}"
     multiple = FEATURE_MULTIPLE.get(recipe.cls, 16)
     for name, size in (("in_features", sizes.in_features), ("out_features", sizes.out_features)):
         if size % multiple:
