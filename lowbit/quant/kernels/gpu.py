@@ -1,0 +1,284 @@
+"""The operators of `ops` on a GPU: launches of `triton_blocks`.
+
+A scale that belongs to whole rows or to the whole tensor needs their largest magnitude first: one more pass over the
+data, by PyTorch; so does a rotation that such a scale comes after. Everything else is one pass.
+
+What no kernel takes (`takes`), six-bit codes above all, stays with the PyTorch reference.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from lowbit.quant.bits import f32, is_finite, pattern_of, round_to_bf16
+from lowbit.quant.kernels import ops
+from lowbit.quant.kernels import triton_blocks as tb
+from lowbit.quant.philox import Purpose, Side
+from lowbit.quant.scales import one_level, outer_scale
+from lowbit.quant.spec import FOUR_OVER_SIX, OUTER_BLOCK, Outer, QuantSpec, Rounding, Scale
+
+_SCALES = {
+    Scale.E8M0_UP: tb.E8M0_UP,
+    Scale.E8M0_FLOOR: tb.E8M0_FLOOR,
+    Scale.E4M3_NEAREST: tb.E4M3_NEAREST,
+    Scale.E4M3_UP: tb.E4M3_UP,
+    Scale.FP32: tb.GIVEN_SCALE,
+    Scale.POWER_OF_TWO: tb.POWER_OF_TWO,
+}
+_OUTERS = {
+    Outer.NONE: tb.NO_OUTER,
+    Outer.TENSOR: tb.GIVEN_OUTER,
+    Outer.ROW: tb.GIVEN_OUTER,
+    Outer.BLOCK: tb.OUTER_128,
+    Outer.BLOCK_POW2: tb.OUTER_128_POW2,
+}
+_ROUNDINGS = {
+    Rounding.NEAREST: tb.ROUND_NEAREST,
+    Rounding.STOCHASTIC: tb.ROUND_STOCHASTIC,
+    Rounding.FOUR_OVER_SIX_MSE: tb.FOUR_OVER_SIX_MSE,
+    Rounding.FOUR_OVER_SIX_MAE: tb.FOUR_OVER_SIX_MAE,
+    Rounding.MS_EDEN: tb.MS_EDEN,
+    Rounding.MS_EDEN_PUBLISHED: tb.MS_EDEN_PUBLISHED,
+}
+
+
+def takes(spec: QuantSpec | None, padded: int) -> bool:
+    """Whether a kernel does this quantiser for rows of `padded` numbers."""
+    if spec is None:
+        return True
+    if spec.element.bits == 6 or 128 % (spec.block[1] or 128):
+        return False
+    if spec.rounding in FOUR_OVER_SIX and spec.block != (1, 16):
+        return False
+    return not (spec.rounding is Rounding.STOCHASTIC and padded % 8)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Scales of whole rows or of the whole tensor, FP32 [rows, 1] or [1, 1]."""
+
+    after: Tensor
+    """What the product is multiplied by."""
+    outer: Tensor
+    inverse: Tensor
+    """What x is multiplied by: the inverse outer scale, or a one-level format's multiplier."""
+
+
+def given_scales(x: Tensor, spec: QuantSpec, static: Tensor | None) -> Given | None:
+    """The scales that the kernel cannot find in a tile; x [rows, columns] is not rotated any more."""
+    by_row = spec.outer is Outer.ROW or (spec.scale is Scale.FP32 and spec.block[0] == 1)
+    whole = spec.outer is Outer.TENSOR or (spec.scale is Scale.FP32 and spec.block[0] == 0)
+    if not (by_row or whole):
+        return None
+    amax = torch.linalg.vector_norm(x, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
+    amax = amax if x.dtype == torch.bfloat16 else round_to_bf16(amax)
+    if static is not None:
+        amax = torch.where(is_finite(amax), static, amax)
+    if spec.scale is Scale.FP32:
+        scale, multiplier = one_level(amax, spec)
+        return Given(scale, scale, multiplier)
+    outer, inverse = outer_scale(amax, spec)
+    return Given(outer, outer, inverse)
+
+
+def run_factor(
+    x: Tensor,
+    spec: QuantSpec | None,
+    signs: Tensor | None,
+    key: Tensor,
+    clock: Tensor,
+    lane: int,
+    choice: Tensor | None,
+    amax: Tensor | None,
+    padded: int,
+    out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """x [rows, columns], any strides, into `out`: operand, after, data, scales, outer; what is empty is not wanted."""
+    operand, after, _, scales, outer = out
+    if x.numel() == 0:
+        return
+    given = None
+    if spec is not None and (spec.scale is Scale.FP32 or spec.outer in (Outer.TENSOR, Outer.ROW)):
+        if signs is not None:
+            rotated = x.new_empty((x.shape[0], operand.shape[1] or padded), dtype=torch.bfloat16)
+            empty = tuple(tensor.new_empty(0) for tensor in out[1:])
+            run_factor(x, None, signs, key, clock, lane, None, None, rotated.shape[1], (rotated, *empty))  # type: ignore[arg-type]
+            x, signs = rotated, None
+        given = given_scales(x, spec, amax)
+        assert given is not None
+        after.copy_(given.after)
+        for kept, found in ((scales, given.after), (outer, given.outer)):
+            if kept.numel() and kept.dtype == torch.float32 and found.numel() == kept.numel():
+                kept.copy_(found.reshape(kept.shape))
+    _launch(x, spec, signs, key, clock, lane, choice, given, padded, out)
+
+
+def _launch(
+    x: Tensor,
+    spec: QuantSpec | None,
+    signs: Tensor | None,
+    key: Tensor,
+    clock: Tensor,
+    lane: int,
+    choice: Tensor | None,
+    given: Given | None,
+    padded: int,
+    out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    operand, _, data, scales, outer = out
+    rows, columns = x.shape
+    constants = _constants(spec)
+    block_rows = constants["BR"]
+    padded_rows = -(-rows // block_rows) * block_rows
+    row_major = x.stride(1) == 1
+    tile_rows = max(block_rows, 16 if row_major else 32)
+    stored = 0 if spec is None else data.shape[-1] * 8 // spec.element.bits
+    blocks = scales.shape[1] if scales.ndim == 2 else 0
+    by_row = given is not None and given.inverse.numel() > 1
+    rotation = 0 if signs is None else signs.shape[0]
+    programs = triton.cdiv(padded_rows, tile_rows) * triton.cdiv(padded, 128)
+    tb.factor_kernel[(programs,)](
+        x,
+        x if signs is None else signs,
+        key,
+        clock,
+        x if given is None else given.outer,
+        x if given is None else given.inverse,
+        x if choice is None else choice,
+        operand,
+        data,
+        scales,
+        outer,
+        rows,
+        columns,
+        x.stride(0),
+        x.stride(1),
+        operand.shape[-1],
+        padded,
+        padded_rows,
+        stored,
+        blocks,
+        int(by_row),
+        lane,
+        ROWS=tile_rows,
+        ROTATION=rotation,
+        STAGES=rotation.bit_length() - 1,
+        ROTATION_SCALE=f32(rotation**-0.5) if rotation else 1.0,
+        OPERAND=operand.numel() > 0,
+        CODES=data.numel() > 0,
+        CHOICE=choice is not None,
+        ROW_MAJOR=row_major,
+        **constants,
+        num_warps=4 if tile_rows <= 16 else 8,
+        enable_fp_fusion=False,
+    )
+
+
+@cache
+def _constants(spec: QuantSpec | None) -> dict[str, int | float | bool]:
+    """What the kernel is specialised on."""
+    e = None if spec is None else spec.element
+    largest = 1.0 if e is None else e.max
+    limit = 1.0 if spec is None else f32(spec.bound * spec.target)
+    return {
+        "QUANTISED": spec is not None,
+        "BR": 1 if spec is None else spec.block[0] or 1,
+        "BC": 128 if spec is None else spec.block[1] or 128,
+        "SCALE": 0 if spec is None else _SCALES[spec.scale].value,
+        "OUTER": 0 if spec is None else _OUTERS[spec.outer].value,
+        "ROUNDING": 0 if spec is None else _ROUNDINGS[spec.rounding].value,
+        "M": 1 if e is None else e.mantissa_bits,
+        "BIAS": 1 if e is None else e.bias,
+        "BITS": 4 if e is None else e.bits,
+        "MAX_BITS": pattern_of(largest),
+        "MAX_EXPONENT": math.frexp(largest)[1] - 1,
+        "HAS_NAN": e is not None and e.has_nan,
+        "NAN_CODE": 0 if e is None else e.nan_code,
+        "INTEGER": e is not None and e.integer,
+        "BOUND": 448.0 if spec is None else f32(spec.bound),
+        "TARGET": 6.0 if spec is None else f32(spec.target),
+        "INVERSE_TARGET": 1.0 if spec is None else f32(1 / spec.target),
+        "LIMIT_BITS": pattern_of(limit),
+        "LIMIT_EXPONENT": math.frexp(limit)[1] - 1,
+    }
+
+
+def run_unpack(
+    data: Tensor, scales: Tensor, outer: Tensor | None, spec: QuantSpec, padded: int, operand: Tensor
+) -> None:
+    """Packed codes into `operand` [rows, width]."""
+    rows, width = operand.shape
+    if operand.numel() == 0:
+        return
+    constants = {
+        name: _constants(spec)[name] for name in ("BR", "BC", "SCALE", "OUTER", "M", "BIAS", "BITS", "INTEGER")
+    }
+    tile_rows = max(int(constants["BR"]), 16)
+    tb.unpack_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(width, 128),)](
+        data,
+        scales,
+        data if outer is None else outer,
+        operand,
+        rows,
+        width,
+        data.shape[1] * 8 // spec.element.bits,
+        scales.shape[1],
+        -(-padded // OUTER_BLOCK),
+        ROWS=tile_rows,
+        **constants,
+        NAN_CODE=spec.element.nan_code if spec.element.has_nan else -1,
+        num_warps=4 if tile_rows <= 16 else 8,
+        enable_fp_fusion=False,
+    )
+
+
+def run_signs(key: Tensor, clock: Tensor, lane: int, out: Tensor) -> None:
+    """`Stream.signs` into `out`, FP32, at most 128."""
+    tb.signs_kernel[(1,)](key, clock, out, lane, out.numel(), SIZE=128, num_warps=1)
+
+
+@ops.factor_op.register_kernel("cuda")
+def _factor(
+    x: Tensor,
+    signs: Tensor | None,
+    key: Tensor,
+    clock: Tensor,
+    choice: Tensor | None,
+    amax: Tensor | None,
+    spec: str,
+    lane: int,
+    dtype: torch.dtype,
+    operand: bool,
+    codes: bool,
+    again: bool,
+) -> ops.FactorTensors:
+    found = ops.spec_of(spec)
+    out = ops.allocate(x, signs, found, dtype, operand, codes)
+    padded = ops.padded_columns(ops.operand_width(x.shape[1], signs), found)
+    if takes(found, padded):
+        run_factor(x, found, signs, key, clock, lane, choice, amax, padded, out)
+        return out
+    return ops.reference(x, signs, found, ops.stream_of(key, clock, lane), choice, amax, dtype, out)
+
+
+@ops.unpack_op.register_kernel("cuda")
+def _unpack(
+    data: Tensor, scales: Tensor, outer: Tensor | None, spec: str, rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    found = ops.spec_of(spec)
+    assert found is not None
+    operand = data.new_empty((rows, width), dtype=dtype)
+    run_unpack(data, scales, outer, found, ops.padded_columns(width, found), operand)
+    return operand
+
+
+@ops.signs_op.register_kernel("cuda")
+def _signs(key: Tensor, clock: Tensor, lane: int, count: int) -> Tensor:
+    product = int(ops.stream_of(key, clock, lane).product)
+    out = key.new_empty(count, dtype=torch.float32)
+    run_signs(key, clock, product << 8 | int(Side.SHARED) << 4 | int(Purpose.SIGNS), out)
+    return out
