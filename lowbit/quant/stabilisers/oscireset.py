@@ -61,7 +61,7 @@ class Window:
     choice: Tensor | None = None
     """int8: each block's 4 or 6 at the last step; None without four over six."""
     flips: Tensor | None = None
-    """int64 scalar: how often a block's choice changed."""
+    """int64 [2]: how often a block's choice changed, and steps times blocks in which it could have."""
 
     def see(self, weight: Tensor, values: Values, choice: Tensor | None) -> None:
         """One more step of w [rows, columns]."""
@@ -73,7 +73,8 @@ class Window:
         self.weight.copy_(weight)
         self.value.copy_(value)
         if choice is not None and self.choice is not None and self.flips is not None:
-            self.flips += (choice != self.choice).sum()
+            self.flips[0] += (choice != self.choice).sum()
+            self.flips[1] += choice.numel()
             self.choice.copy_(choice)
 
     def oscillating(self, threshold: float) -> Tensor:
@@ -178,7 +179,7 @@ class OsciReset:
 
     def _open(self, weight: Tensor, values: Values, choice: Tensor | None) -> Window:
         value, index = forward_value(values), None
-        flips = None if choice is None else torch.zeros((), dtype=torch.int64, device=weight.device)
+        flips = None if choice is None else torch.zeros(2, dtype=torch.int64, device=weight.device)
         if self.config.detector is OsciDetector.efficient:
             score = off_centre(weight, values).reshape(-1)
             index = score.topk(self._watched(score.numel()), sorted=False).indices.sort().values
@@ -187,7 +188,7 @@ class OsciReset:
         return Window(weight.clone(), value, zeros, zeros.clone(), index, choice, flips)
 
     def _close(self, master: Master, spec: QuantSpec, weight: Tensor, values: Values) -> Tensor:
-        """Reset; int64 [4]: weights reset, all weights, flips of blocks, blocks times steps."""
+        """Reset; int64 [4]: weights reset, all weights, flips of blocks, steps times blocks."""
         window = self._windows.pop(master.name)
         found = window.oscillating(self.config.threshold)
         if window.index is not None:
@@ -195,9 +196,8 @@ class OsciReset:
             found = everywhere.index_copy_(0, window.index, found).reshape(weight.shape)
         put_rows(master, spec, torch.where(found, forward_value(values).float(), weight))
         count = found.sum()
-        flips = torch.zeros_like(count) if window.flips is None else window.flips
-        blocks = 0 if window.choice is None else window.choice.numel() * self.config.window
-        return torch.stack([count, torch.full_like(count, weight.numel()), flips, torch.full_like(count, blocks)])
+        flips = torch.zeros_like(count).expand(2) if window.flips is None else window.flips
+        return torch.stack([count, torch.full_like(count, weight.numel()), *flips])
 
     def _report(self, counts: dict[str, Tensor]) -> dict[str, float]:
         """Shares from the counts, with one look at the device."""
