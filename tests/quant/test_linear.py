@@ -220,6 +220,32 @@ def test_expected_gradients_are_straight_through(policy: LinearPolicy) -> None:
         assert 0.9 < z2 < 1.1 and abs(slope - 1) < 4e-4
 
 
+@pytest.mark.parametrize("alignment", Alignment)
+@pytest.mark.parametrize("spec", [None, S.NVFP4_POW2, S.MXFP8], ids=lambda s: s.name if s else "BF16")
+def test_splitting_the_mean_off_changes_nothing_where_quantisers_do_not(
+    spec: QuantSpec | None, alignment: Alignment
+) -> None:
+    half = on_the_grid(32, 80)
+    x = torch.cat([half, -half]) + torch.randint(-8, 9, (80,))  # the mean is a whole number, the rest on the grid
+    weight, dy = on_the_grid(144, 80), on_the_grid(64, 144)
+    policy = LinearPolicy(*[product(spec, spec)] * 3, alignment, mean_split=True)
+    for g, want in zip(run(policy, x, weight, dy), fp64_gradients(x, weight, dy), strict=True):
+        assert torch.equal(g.double(), want)
+
+
+def test_splitting_the_mean_off_saves_what_channels_have_in_common() -> None:
+    """Channels with means ten times their spread: 4-bit errors of Y and dW fall to what the spread alone would have."""
+    x, weight, dy = inputs(128, 128, 128)
+    x = (x + 10 * torch.randn(128)).bfloat16().float()
+    exact = fp64_gradients(x, weight, dy)
+    errors = {}
+    for split in (False, True):
+        got = run(replace(POLICIES["nvfp4"], mean_split=split), x, weight, dy)
+        errors[split] = [error(g, want) for g, want in zip(got, exact, strict=True)]
+    assert errors[True][0] < 0.2 * errors[False][0]
+    assert errors[True][2] < 0.8 * errors[False][2]
+
+
 @each_policy
 def test_padding_is_exact(policy: LinearPolicy) -> None:
     """17 tokens of 72 features give the bits of 17 tokens among zeros, and of features among zeros."""
