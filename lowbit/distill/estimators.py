@@ -21,7 +21,7 @@ topk         The k likeliest, a baseline: deterministic, and BIASED towards them
 All work on a chunk of positions (`blocks.Distributions`); the noise of a row is keyed by seed, sample and position.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ from lowbit.configs.schema import Estimator
 from lowbit.distill.blocks import BLOCK, Distributions, gather_blocks, largest
 from lowbit.distill.noise import Lane, Noise, Places
 from lowbit.errors import ConfigError
+from lowbit.models.lm_head import token_chunks
 
 _MARGIN = 1e-9
 """Relative slack of comparisons with tau, so that equal logits are treated alike whatever rounding does."""
@@ -98,7 +99,7 @@ def varopt(p: Distributions, k: int, noise: Noise, places: Places) -> Kept:
 
 def gumbel(p: Distributions, k: int, noise: Noise, places: Places) -> Kept:
     """Gumbel top-k with rank conditioning."""
-    keys = torch.cat([_keys(p, noise, places, rows) for rows in _pieces(len(p.lse), p.mass.shape[1])])  # [C, B * 64]
+    keys = torch.cat([_keys(p, noise, places, rows) for rows in _pieces(p)])  # [C, B * 64]
     block_max = keys.view(len(keys), -1, BLOCK).amax(dim=2)
     found, ids = largest(block_max, lambda blocks: gather_blocks(keys, blocks), k + 1)
     kappa = found[:, k:].double()
@@ -122,10 +123,10 @@ def _keys(p: Distributions, noise: Noise, places: Places, rows: slice) -> Tensor
     return z - p.lse[rows, None].float() - exponential.log_()
 
 
-def _pieces(rows: int, blocks: int) -> list[slice]:
+def _pieces(p: Distributions) -> Iterator[slice]:
     """Rows whose random words exist at once: they take sixteen times the memory of BF16 logits."""
-    size = max(1, (1 << 21) // (blocks * BLOCK))
-    return [slice(first, first + size) for first in range(0, rows, size)]
+    numbers = 1 << 21 if p.lse.device.type == "cpu" else 1 << 25
+    return token_chunks(len(p.lse), max(1, numbers // (p.mass.shape[1] * BLOCK)))
 
 
 def multinomial(p: Distributions, k: int, noise: Noise, places: Places) -> Kept:

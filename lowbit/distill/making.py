@@ -120,10 +120,12 @@ class CacheMaker:
         """
         complete = self._begin()
         ours: set[int] = set()
-        while not complete:
-            self._make_missing(ours)
-            complete = self._finish(ours)
-        self._loader.close()
+        try:
+            while not complete:
+                self._make_missing(ours)
+                complete = self._finish(ours)
+        finally:
+            self._loader.close()
         return open_cache(self.folder, report=logger.info)
 
     # Shards -----------------------------------------------------------------------------------------------------
