@@ -62,7 +62,7 @@ def test_groups_are_those_the_design_names() -> None:
         "model": {"quick", "tiny", "30m", "70m", "150m", "370m", "1b", "8b"},
         "data": {"python_docs", "files", "huggingface"},
         "optim": {"adamw", "muon"},
-        "precision": {"auto", "fp32", *PRESETS},
+        "precision": {"auto", "fp32", "nvfp4_leg", *PRESETS},
         "engine": {"local"},
         "comm": {"none"},
     }
