@@ -248,6 +248,16 @@ TIMES = [(4, 0.4, False), (5, 0.5, False), (8, 0.8, True), (9, 0.9, True)]
 """Step, progress, whether the learning rate falls."""
 
 
+def test_the_default_runs() -> None:
+    """On a CPU the last tenth in NVFP4, unless another precision is chosen; on a GPU all of it."""
+    cpu = resolve(compose([]).precision)
+    assert not cpu.training().default.quantised and cpu.training([True]).default == PRESETS["nvfp4"]
+    assert [switch.at for switch in cpu.switches] == [0.9]
+    assert not resolve(compose(["precision=auto"]).precision).switches
+    gpu = resolve(compose(["preset=gpu"]).precision)
+    assert gpu.training().default == PRESETS["nvfp4"] and not gpu.switches
+
+
 def test_the_policy_as_plain_values_tells_precisions_apart() -> None:
     def plain(*overrides: str) -> dict[str, Any]:
         return resolve(compose(list(overrides)).precision).as_dict()
@@ -257,4 +267,4 @@ def test_the_policy_as_plain_values_tells_precisions_apart() -> None:
     found.append(plain("precision=nvfp4", "precision.rules=[{match: '.*up', policy: bf16}]"))
     found.append(plain("precision=nvfp4", "precision.switch=[{at: 0.5, forward: bf16}]"))
     assert all(a != b for i, a in enumerate(found) for b in found[:i])
-    assert plain("precision=nvfp4") == plain("precision.forward=nvfp4", "precision.backward=nvfp4")
+    assert plain("precision=nvfp4") == plain("precision=auto", "precision.forward=nvfp4", "precision.backward=nvfp4")
