@@ -120,7 +120,7 @@ class LinearProducts(torch.autograd.Function):
         pairs = _left_pairs(grads, call)
         if call.input_grad:
             lefts = [left for left, _ in pairs]
-            dx = _input_gradient(grads, weights, keys, choices, clock, call.policy, ctx.dtype, lefts)
+            dx = input_gradient(grads, weights, keys, choices, clock, call.policy, ctx.dtype, lefts)
         dws: tuple[Tensor | None, ...] = (None,) * call.count
         if call.weight_grad:
             kept = KeptInput(data, scales, outer, mean, *ctx.shapes)
@@ -287,7 +287,7 @@ def _left_pairs(grads: Sequence[Tensor], call: Call) -> list[Pair]:
     return [factor_pair(grad, dgrad.left, wgrad.left) for grad in grads]
 
 
-def _input_gradient(
+def input_gradient(
     grads: Sequence[Tensor],
     weights: Sequence[Tensor],
     keys: Sequence[Tensor],
@@ -295,9 +295,9 @@ def _input_gradient(
     clock: Tensor,
     policy: LinearPolicy,
     dtype: torch.dtype,
-    lefts: Sequence[Factor | None],
+    lefts: Sequence[Factor | None] | None = None,
 ) -> Tensor:
-    """dgrad: dX [tokens, in], the sum over siblings."""
+    """dgrad: dX [tokens, in], the sum over siblings. lefts: Q3(dY), what there is of them."""
     sources: list[tuple[Tensor, Tensor | None]] = [(weight, None) for weight in weights]
     if policy.alignment is Alignment.ALIGNED and policy.fprop.right.spec is not None:
         forward_signs = rotation_signs(policy.fprop, Stream(keys[0], clock, Product.FPROP, Side.RIGHT))

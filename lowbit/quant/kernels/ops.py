@@ -136,12 +136,12 @@ def allocate(
         whole = spec.outer is Outer.TENSOR or (spec.scale is Scale.FP32 and spec.block[0] == 0)
         by_row = spec.outer is Outer.ROW or (spec.scale is Scale.FP32 and spec.block[0] == 1)
         shapes.append(((1 if whole else rows, 1), torch.float32) if whole or by_row else none)
-        shapes += _code_shapes(rows, width, spec) if codes else [none] * 3
+        shapes += code_shapes(rows, width, spec) if codes else [none] * 3
     made = [x.new_empty(shape, dtype=kind) for shape, kind in shapes]
     return made[0], made[1], made[2], made[3], made[4]
 
 
-def _code_shapes(rows: int, width: int, spec: QuantSpec) -> list[tuple[int | tuple[int, ...], torch.dtype]]:
+def code_shapes(rows: int, width: int, spec: QuantSpec) -> list[tuple[int | tuple[int, ...], torch.dtype]]:
     """Of data, scales and outer scales as `Packed.trim` leaves them."""
     unit = spec.block[0] or rows
     rows = -(-rows // unit) * unit
