@@ -5,10 +5,11 @@ from torch import Tensor
 
 from lowbit.quant.bits import MAGNITUDE, MANTISSA, pattern, power_of_two
 from lowbit.quant.formats import ElementFormat
+from lowbit.quant.product import Factor
 from lowbit.quant.quantised import Values
 
 
-def forward_value(values: Values) -> Tensor:
+def forward_value(values: Factor) -> Tensor:
     """What a product computes with, of the tensor's shape: the operand, times what comes after the product.
 
     BF16 where nothing comes after, FP32 otherwise.

@@ -29,11 +29,14 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lowbit.configs.schema import OsciDetector, OsciResetConfig
 from lowbit.errors import ConfigError
+from lowbit.quant.philox import Product, Side, Stream
+from lowbit.quant.policy import Operand
+from lowbit.quant.product import factor
 from lowbit.quant.quantise import Memory, quantise_remembering, quantise_values
-from lowbit.quant.quantised import Values
 from lowbit.quant.spec import FOUR_OVER_SIX, QuantSpec
 from lowbit.quant.stabilisers.grid import forward_value, off_centre
 from lowbit.quant.stabilisers.masters import Master, block_counts, put_rows, quantised_rows, weight_spec
@@ -63,9 +66,8 @@ class Window:
     flips: Tensor | None = None
     """int64 [2]: how often a block's choice changed, and steps times blocks in which it could have."""
 
-    def see(self, weight: Tensor, values: Values, choice: Tensor | None) -> None:
-        """One more step of w [rows, columns]."""
-        value = forward_value(values)
+    def see(self, weight: Tensor, value: Tensor, choice: Tensor | None) -> None:
+        """One more step of w and Q(w) [rows, columns]."""
         if self.index is not None:
             weight, value = weight.reshape(-1)[self.index], value.reshape(-1)[self.index]
         self.jumped += (value.float() - self.value.float()).abs()
@@ -144,9 +146,9 @@ class OsciReset:
         if master.tensor.numel() == 0:
             return
         weight = quantised_rows(master, spec)
-        values, choice = self._quantise(master, spec, weight)
+        value, choice = self._quantise(master, spec, weight)
         if phase == 0:
-            self._windows[master.name] = self._open(weight, values, choice)
+            self._windows[master.name] = self._open(weight, spec, value, choice)
             return
         window = self._windows.get(master.name)
         if window is None or phase > self.config.window + 1:
@@ -154,22 +156,26 @@ class OsciReset:
         if window.weight.numel() != self._watched(weight.numel()):  # OutControl has taken columns out since
             del self._windows[master.name]
         elif phase <= self.config.window:
-            window.see(weight, values, choice)
+            window.see(weight, value, choice)
         else:
-            counts[master.layer_name] = self._close(master, spec, weight, values)
+            counts[master.layer_name] = self._close(master, spec, weight, value)
 
-    def _quantise(self, master: Master, spec: QuantSpec, weight: Tensor) -> tuple[Values, Tensor | None]:
+    def _quantise(self, master: Master, spec: QuantSpec, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the forward pass makes of the weight from now on, and each block's 4 or 6 where there is a choice."""
-        if spec.rounding not in FOUR_OVER_SIX:
-            return quantise_values(weight, spec), None
-        held = master.layer.choice
-        if held is None:
-            return quantise_remembering(weight, spec)
-        rows, columns = block_counts(weight.shape[0], weight.shape[1], spec)
-        held = held[:rows, :columns]
-        values, choice = quantise_remembering(weight, spec, Memory(held, self.config.hysteresis))
-        held.copy_(choice)
-        return values, choice
+        layer = master.layer
+        if layer.choice is not None and spec.rounding in FOUR_OVER_SIX:
+            rows, columns = block_counts(weight.shape[0], weight.shape[1], spec)
+            held = layer.choice[:rows, :columns]
+            values, choice = quantise_remembering(weight, spec, Memory(held, self.config.hysteresis))
+            held.copy_(choice)
+            return forward_value(values), choice
+        stream = Stream(layer.key, layer.clock, Product.FPROP, Side.RIGHT)  # nothing is drawn from it
+
+        def made(memory: Memory | None) -> Tensor:
+            return forward_value(factor(weight, Operand(spec), stream, None, torch.bfloat16, memory))
+
+        value = made(None)
+        return value, free_choice(value, made, spec) if spec.rounding in FOUR_OVER_SIX else None
 
     def _watched(self, size: int) -> int:
         """How many of `size` weights a window watches."""
@@ -177,24 +183,25 @@ class OsciReset:
             return size
         return min(size, max(1, math.ceil(size * self.config.tracked)))
 
-    def _open(self, weight: Tensor, values: Values, choice: Tensor | None) -> Window:
-        value, index = forward_value(values), None
+    def _open(self, weight: Tensor, spec: QuantSpec, value: Tensor, choice: Tensor | None) -> Window:
+        index = None
         flips = None if choice is None else torch.zeros(2, dtype=torch.int64, device=weight.device)
         if self.config.detector is OsciDetector.efficient:
+            values = quantise_values(weight, spec, memory=None if choice is None else Memory(choice, 1.0))
             score = off_centre(weight, values).reshape(-1)
             index = score.topk(self._watched(score.numel()), sorted=False).indices.sort().values
             weight, value = weight.reshape(-1)[index], value.reshape(-1)[index]
         zeros = torch.zeros_like(weight)
-        return Window(weight.clone(), value, zeros, zeros.clone(), index, choice, flips)
+        return Window(weight.clone(), value.clone(), zeros, zeros.clone(), index, choice, flips)
 
-    def _close(self, master: Master, spec: QuantSpec, weight: Tensor, values: Values) -> Tensor:
+    def _close(self, master: Master, spec: QuantSpec, weight: Tensor, value: Tensor) -> Tensor:
         """Reset; int64 [4]: weights reset, all weights, flips of blocks, steps times blocks."""
         window = self._windows.pop(master.name)
         found = window.oscillating(self.config.threshold)
         if window.index is not None:
             everywhere = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
             found = everywhere.index_copy_(0, window.index, found).reshape(weight.shape)
-        put_rows(master, spec, torch.where(found, forward_value(values).float(), weight))
+        put_rows(master, spec, torch.where(found, value.float(), weight))
         count = found.sum()
         flips = torch.zeros_like(count).expand(2) if window.flips is None else window.flips
         return torch.stack([count, torch.full_like(count, weight.numel()), *flips])
@@ -239,8 +246,8 @@ class OsciReset:
             if spec is None or master.tensor.numel() == 0:
                 continue
             weight = quantised_rows(master, spec)
-            values, choice = self._quantise(master, spec, weight)
-            window = self._open(weight, values, choice)
+            value, choice = self._quantise(master, spec, weight)
+            window = self._open(weight, spec, value, choice)
             for slot in SHARD_SLOTS:
                 getattr(window, slot).copy_(slots[slot][master.name].view(weight.shape))
             self._windows[master.name] = window
@@ -270,6 +277,15 @@ class OsciReset:
                 self._windows[master.name] = Window(**slots)
             if master.layer.choice is not None and (held := state.get(f"{master.name}.held")) is not None:
                 master.layer.choice.copy_(held)
+
+
+def free_choice(value: Tensor, made: Callable[[Memory], Tensor], spec: QuantSpec) -> Tensor:
+    """Which blocks of a weight took four, int8: those whose values are not what six alone, `made` anew, would give."""
+    rows, columns = block_counts(value.shape[0], value.shape[1], spec)
+    six = torch.full((rows, columns), 6, dtype=torch.int8, device=value.device)
+    differs = F.pad(value != made(Memory(six, 1.0)), (0, columns * spec.block[1] - value.shape[1]))
+    differs = F.pad(differs, (0, 0, 0, rows * spec.block[0] - value.shape[0]))
+    return torch.where(differs.view(rows, spec.block[0], columns, spec.block[1]).any(3).any(1), 4, six)
 
 
 def _remember_choice(master: Master, spec: QuantSpec) -> None:
