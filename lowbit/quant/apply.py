@@ -1,6 +1,7 @@
 """Precision meets a model: `apply_policy` exchanges its linear layers for low-bit ones.
 
     every Linear of the blocks --rules, default--> LinearPolicy --if it quantises anything--> LowbitLinear
+    every GroupedLinear (experts)                                                            LowbitGroupedLinear
 
 The exchange keeps the parameter objects, hence names, optimizer state and checkpoints. Embeddings, norms, routers and
 the LM head are no candidates. A layer is exchanged if any phase of the run will quantise it; while its policy is BF16
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 
 from lowbit.configs.schema import MatrixBackend
 from lowbit.errors import ConfigError
-from lowbit.models.layers import Linear
+from lowbit.models.layers import GroupedLinear, Linear
 from lowbit.quant.backends.base import Sizes
-from lowbit.quant.backends.choose import Chooser
+from lowbit.quant.backends.choose import Bound, Chooser
 from lowbit.quant.backends.te import TeLinear
+from lowbit.quant.grouped import LowbitGroupedLinear, expert_name, keys_of
 from lowbit.quant.linear import LowbitLinear, check_shape
 from lowbit.quant.philox import MASK, layer_word, make_clock, make_key
 from lowbit.quant.policy import LinearPolicy
@@ -46,14 +48,19 @@ BLOCKS = "blocks."
 """Where the layers are that a policy speaks of."""
 
 
-def candidates(model: nn.Module) -> dict[str, Linear]:
+Candidate = Linear | GroupedLinear
+
+
+def candidates(model: nn.Module) -> dict[str, Candidate]:
     """The linear layers that a policy decides about, by full name."""
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, Linear) and name.startswith(BLOCKS)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Candidate) and name.startswith(BLOCKS)
     }
 
 
-def assign(stage: StagePolicy, layers: Mapping[str, Linear]) -> dict[str, LinearPolicy]:
+def assign(stage: StagePolicy, layers: Mapping[str, Candidate]) -> dict[str, LinearPolicy]:
     """The policy of each layer, checked against its shape.
 
     Raises:
@@ -81,7 +88,7 @@ def assign(stage: StagePolicy, layers: Mapping[str, Linear]) -> dict[str, Linear
 
 
 def bound(
-    stage: StagePolicy, layers: Mapping[str, Linear], chooser: Chooser
+    stage: StagePolicy, layers: Mapping[str, Candidate], chooser: Chooser
 ) -> tuple[dict[str, LinearPolicy], dict[str, tuple[str, ...]]]:
     """Of each layer: its policy with the backends that multiply it, and what the report should remark.
 
@@ -89,9 +96,24 @@ def bound(
     """
     policies, remarks = {}, {}
     for name, policy in assign(stage, layers).items():
-        found = chooser.bind(name, policy, Sizes(layers[name].in_features, layers[name].out_features))
+        layer = layers[name]
+        if isinstance(layer, GroupedLinear):
+            found = _bound_experts(name, policy, chooser)
+        else:
+            found = chooser.bind(name, policy, Sizes(layer.in_features, layer.out_features))
         policies[name], remarks[name] = found.policy, found.remarks
     return policies, remarks
+
+
+def _bound_experts(name: str, policy: LinearPolicy, chooser: Chooser) -> Bound:
+    """Experts' products are emulated whatever the device."""
+    if policy.quantised and chooser.wanted not in (MatrixBackend.emulated, MatrixBackend.auto):
+        raise ConfigError(
+            f"precision.backend={chooser.wanted}: {name}: experts' products are emulated only; "
+            "precision.backend=auto would emulate them, and a rule could leave them in BF16"
+        )
+    emulated = policy.quantised and chooser.wanted is MatrixBackend.auto and chooser.device.kind == "cuda"
+    return Bound(policy, ("experts' products are emulated",) if emulated else ())
 
 
 def report_policy(
@@ -139,17 +161,27 @@ def apply_policy(
     phases = [bound(phase, layers, chooser) for phase in policy.phases(stage)]
     chosen = [name for name in layers if any(policies[name].quantised for policies, _ in phases)]
     kind = TeLinear if chooser.wanted is MatrixBackend.te else LowbitLinear
-    _require_distinct(chosen)
+    _require_distinct([noise for name in chosen for noise in _noise_names(name, layers[name])])
     clock: Tensor | None = None
     for name in chosen:
         linear, device_ = layers[name], layers[name].weight.device
-        if isinstance(linear, LowbitLinear):
+        if isinstance(linear, LowbitLinear | LowbitGroupedLinear):
             raise ConfigError(f"{name} has a policy already: build the model anew, or use set_stage")
         clock = make_clock().to(device_) if clock is None else clock
-        key = make_key((seed ^ (seed >> 32)) & MASK, name).to(device_)
+        word, first = (seed ^ (seed >> 32)) & MASK, phases[0][0][name]
+        low: nn.Module
+        if isinstance(linear, GroupedLinear):
+            low = LowbitGroupedLinear.of(linear, first, keys_of(word, name, linear.experts).to(device_), clock, name)
+        else:
+            low = kind.of(linear, first, make_key(word, name).to(device_), clock, name)
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, kind.of(linear, phases[0][0][name], key, clock, name))
+        setattr(model.get_submodule(parent), attribute, low)
     return report(phases[0][0], dtype, device, plain, phases[0][1])
+
+
+def _noise_names(name: str, layer: Candidate) -> list[str]:
+    """What a layer's noise is keyed by."""
+    return [expert_name(name, e) for e in range(layer.experts)] if isinstance(layer, GroupedLinear) else [name]
 
 
 def _require_distinct(names: list[str]) -> None:
@@ -161,8 +193,13 @@ def _require_distinct(names: list[str]) -> None:
 
 
 def lowbit_layers(model: nn.Module) -> dict[str, LowbitLinear]:
-    """The exchanged layers by full name."""
+    """The exchanged layers by full name, experts apart."""
     return {name: layer for name, layer in candidates(model).items() if isinstance(layer, LowbitLinear)}
+
+
+def _exchanged(model: nn.Module) -> list[LowbitLinear | LowbitGroupedLinear]:
+    """All of them."""
+    return [layer for layer in candidates(model).values() if isinstance(layer, LowbitLinear | LowbitGroupedLinear)]
 
 
 def set_stage(model: nn.Module, stage: StagePolicy, chooser: Chooser | None = None) -> None:
@@ -173,7 +210,7 @@ def set_stage(model: nn.Module, stage: StagePolicy, chooser: Chooser | None = No
     layers = candidates(model)
     for name, policy in bound(stage, layers, chooser or Chooser())[0].items():
         layer = layers[name]
-        if isinstance(layer, LowbitLinear):
+        if isinstance(layer, LowbitLinear | LowbitGroupedLinear):
             layer.policy = policy
         elif policy.quantised:
             raise ConfigError(f"{name}: this policy was not among the run's phases when the model was built")
@@ -182,7 +219,7 @@ def set_stage(model: nn.Module, stage: StagePolicy, chooser: Chooser | None = No
 @contextmanager
 def high_precision(model: nn.Module) -> Iterator[None]:
     """No layer quantises anything inside this context."""
-    layers = lowbit_layers(model).values()
+    layers = _exchanged(model)
     before = [layer.policy for layer in layers]
     try:
         for layer in layers:
@@ -195,7 +232,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
 
 def clocks(model: nn.Module) -> list[Tensor]:
     """The clock tensors of a model: one, or none if nothing is quantised."""
-    found = {id(layer.clock): layer.clock for layer in lowbit_layers(model).values()}
+    found = {id(layer.clock): layer.clock for layer in _exchanged(model)}
     return list(found.values())
 
 

@@ -32,9 +32,19 @@ from lowbit.quant.linear_products import (
     training_forward,
     weight_gradients,
 )
-from lowbit.quant.philox import Product, Side, Stream
+from lowbit.quant.philox import Product, Side, Stream, make_key
 from lowbit.quant.policy import EMULATED, Alignment, Kept, LinearPolicy, Operand, ProductPolicy, Signs
 from lowbit.quant.product import Dense, factor
+
+
+def expert_name(layer: str, expert: int) -> str:
+    """What the noise of one expert of a layer is keyed by."""
+    return f"{layer}.{expert}"
+
+
+def keys_of(seed: int, layer: str, experts: int) -> Tensor:
+    """int64 [experts, 2]: `philox.make_key` of each expert."""
+    return torch.stack([make_key(seed, expert_name(layer, e)) for e in range(experts)])
 
 
 class LowbitGroupedLinear(GroupedLinear):
@@ -56,7 +66,7 @@ class LowbitGroupedLinear(GroupedLinear):
         """The low-bit layer with the very parameter of `linear`.
 
         Args:
-            keys: int64 [experts, 2], `philox.make_key(seed, f"{name}.{expert}")` each. Others: see `LowbitLinear.of`.
+            keys: int64 [experts, 2], `keys_of(seed, name, experts)`. Others: see `LowbitLinear.of`.
 
         Raises:
             ConfigError: a shape that the policy cannot quantise; not one key an expert.

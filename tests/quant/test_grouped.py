@@ -9,13 +9,19 @@ from test_linear import POLICIES, each_policy
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from lowbit.configs.schema import MatrixBackend, ModelConfig, MoeConfig, PrecisionConfig
 from lowbit.errors import ConfigError
 from lowbit.models.layers import GroupedLinear, frozen_weights
-from lowbit.quant.grouped import LowbitGroupedLinear, grouped_backward, grouped_forward, policy_of, policy_text
+from lowbit.models.transformer import Transformer
+from lowbit.quant.apply import apply_policy, candidates, clocks, high_precision, set_stage
+from lowbit.quant.backends.base import Device
+from lowbit.quant.backends.choose import Chooser
+from lowbit.quant.grouped import LowbitGroupedLinear, grouped_backward, grouped_forward, keys_of, policy_of, policy_text
 from lowbit.quant.linear_products import linear_products
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
+from lowbit.quant.stages import resolve
 
 COUNTS = (0, 1, 31, 33, 0, 150, 128, 0)
 CLOCK = make_clock(4, 1)
@@ -30,7 +36,8 @@ def grouped(name: str, policy: LinearPolicy, experts: int = len(COUNTS), clock: 
     plain = GroupedLinear(experts, WIDTH, OUT)
     generator = torch.Generator().manual_seed(len(name))
     plain.weight.data.normal_(0, 0.3, generator=generator)
-    keys = torch.stack([make_key(1, f"{name}.{e}") for e in range(experts)])
+    keys = keys_of(1, name, experts)
+    assert torch.equal(keys[0], make_key(1, f"{name}.0"))
     return LowbitGroupedLinear.of(plain, policy, keys, clock, name)
 
 
@@ -190,3 +197,44 @@ def test_impossible_layers_are_errors_that_name_them() -> None:
         LowbitGroupedLinear.of(GroupedLinear(2, 20, 64), POLICIES["nvfp4"], keys, CLOCK, "experts.up")
     with pytest.raises(ConfigError, match=r"up: keys \[2, 2\] must be \[3, 2\], one an expert"):
         LowbitGroupedLinear.of(GroupedLinear(3, 24, 64), POLICIES["nvfp4"], keys, CLOCK, "up")
+
+
+def experts_model() -> Transformer:
+    moe = MoeConfig(experts=4, top_k=2, expert_width=48, shared=1)
+    model = Transformer(ModelConfig(layers=2, width=32, heads=2, kv_heads=1, moe=moe), 60)
+    model.init_weights(1)
+    return model
+
+
+def test_a_policy_reaches_the_experts_of_a_model() -> None:
+    model = experts_model()
+    before = dict(model.named_parameters())
+    report = apply_policy(model, resolve(PrecisionConfig(forward="nvfp4", backward="nvfp4")), seed=1, dtype="fp32")
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    experts = {name: m for name, m in candidates(model).items() if isinstance(m, LowbitGroupedLinear)}
+    assert list(experts) == [f"blocks.{i}.mlp.experts.{part}" for i in (0, 1) for part in ("gate", "up", "down")]
+    assert all(layer.policy == PRESETS["nvfp4"] for layer in experts.values())
+    assert torch.equal(experts["blocks.1.mlp.experts.up"].keys, keys_of(1, "blocks.1.mlp.experts.up", 4))
+    assert len(clocks(model)) == 1 and "experts" in report.table()
+    tokens = torch.randint(0, 60, (2, 24))
+    plain = experts_model()
+    losses = {}
+    for name, m in (("low", model), ("plain", plain)):
+        hidden = m(tokens)
+        hidden.square().mean().backward()
+        losses[name] = hidden.detach()
+        assert all(p.grad is not None and p.grad.isfinite().all() for n, p in m.named_parameters() if "experts" in n)
+    assert 0.01 < (losses["low"] - losses["plain"]).norm() / losses["plain"].norm() < 0.5
+    with high_precision(model), torch.no_grad():
+        assert torch.equal(model(tokens), losses["plain"])
+    set_stage(model, resolve(PrecisionConfig()).training(()))
+    assert all(layer.policy == LinearPolicy() for layer in experts.values())
+
+
+def test_experts_have_no_native_backend() -> None:
+    policy = resolve(PrecisionConfig(forward="fp8_row"))
+    chooser = Chooser(Device("cuda", (9, 0), (13, 0), "H200"), torch.bfloat16, MatrixBackend.fp8)
+    with pytest.raises(
+        ConfigError, match=r"precision.backend=fp8: .*mlp.experts.* experts' products are emulated only"
+    ):
+        apply_policy(experts_model(), policy, seed=1, chooser=chooser)
