@@ -14,7 +14,9 @@ current scaling. **Power of two** (FP8 blocks): the same with e of the round-up 
 
 * FP32 outer of a tensor or a row, Transformer Engine's order of operations:
   S = min(b t / amax_outer, FP32 max), or 1 if amax_outer = 0;  outer = 1 / S;  scale = E4M3(min(amax * (S * (1/t)),
-  448)); multiplier = min(1 / (scale * outer), FP32 max). A scale that underflows is 0 and the block decodes to 0.
+  448)); multiplier = min(1 / (scale * outer), FP32 max). A scale that underflows is 0 and the block decodes to 0;
+  under MS-EDEN it becomes 1, so that the block's elements round to 0 (with 0 they would grow without bound in its
+  correction).
 * FP32 outer of 128 elements, TetraJet-v2's order: outer = amax128 / b / t, or 1 if 0; scale = E4M3(amax / outer / t),
   or 2**-9 if 0; multiplier = min(1 / (outer * scale), FP32 max).
 * power-of-two outer of 128 elements: outer = 2**e, the smallest with amax128 <= b t 2**e (e >= -126); scale =
@@ -35,7 +37,7 @@ from lowbit.quant.bits import FP32_MAX, MAGNITUDE, divide, exponent_floor, expon
 from lowbit.quant.bits import power_of_two as pow2
 from lowbit.quant.formats import E4M3, decode, decode_e8m0, encode, encode_e8m0
 from lowbit.quant.rounding import round_nearest, round_up
-from lowbit.quant.spec import E4M3_SCALES, Outer, QuantSpec, Scale
+from lowbit.quant.spec import E4M3_SCALES, EDEN, Outer, QuantSpec, Scale
 
 NAN = float("nan")
 
@@ -85,6 +87,8 @@ def inner_scale(amax: Tensor, outer: Tensor, inverse: Tensor, spec: QuantSpec, t
     rounded = round_up if spec.scale is Scale.E4M3_UP else round_nearest
     if spec.outer in (Outer.TENSOR, Outer.ROW):
         scale = rounded(amax * (inverse * f32(1 / target)), E4M3)
+        if spec.rounding in EDEN:
+            scale = torch.where(scale == 0, 1.0, scale)
         return scale, divide(1.0, scale * outer).clamp(max=FP32_MAX)
     ratio = amax * inverse if spec.outer is Outer.BLOCK_POW2 else divide(amax, outer)
     scale = rounded(divide(ratio, target), E4M3)

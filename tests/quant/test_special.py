@@ -124,3 +124,14 @@ def test_wrong_use_is_refused() -> None:
 def test_combinations_that_do_not_exist_are_refused(base: QuantSpec, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(base, **changes)
+
+
+@pytest.mark.parametrize("spec", [S.NVFP4_EDEN, S.NVFP4_EDEN_PUBLISHED], ids=lambda s: s.name)
+def test_eden_keeps_finite_what_underflows_under_the_tensors_scale(spec: S.QuantSpec) -> None:
+    """Rows 2**-40 as large as others: their block scales underflow, and their elements must not grow without bound."""
+    x = torch.randn(64, 256) * 2.0 ** torch.linspace(-40, 20, 64)[:, None]
+    stream = Stream(make_key(1, "a"), make_clock(), Product.DGRAD, Side.LEFT)
+    got = fake_quantise(x, spec, stream)
+    assert got.isfinite().all()
+    assert (got[0] == 0).all()
+    assert (got[-1] != 0).any()

@@ -7,18 +7,17 @@ What no kernel takes (`takes`), six-bit codes above all, stays with the PyTorch 
 """
 
 import math
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from lowbit.quant.bits import f32, is_finite, pattern_of, round_to_bf16
+from lowbit.quant.bits import f32, is_finite, pattern_of
 from lowbit.quant.kernels import ops
 from lowbit.quant.kernels import triton_blocks as tb
 from lowbit.quant.philox import Purpose, Side
-from lowbit.quant.scales import one_level, outer_scale
 from lowbit.quant.spec import FOUR_OVER_SIX, OUTER_BLOCK, Outer, QuantSpec, Rounding, Scale
 
 _SCALES = {
@@ -57,32 +56,26 @@ def takes(spec: QuantSpec | None, padded: int) -> bool:
     return not (spec.rounding is Rounding.STOCHASTIC and padded % 8)
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """Scales of whole rows or of the whole tensor, FP32 [rows, 1] or [1, 1]."""
 
-    after: Tensor
-    """What the product is multiplied by."""
     outer: Tensor
+    """What the product is multiplied by."""
     inverse: Tensor
     """What x is multiplied by: the inverse outer scale, or a one-level format's multiplier."""
 
 
-def given_scales(x: Tensor, spec: QuantSpec, static: Tensor | None) -> Given | None:
-    """The scales that the kernel cannot find in a tile; x [rows, columns] is not rotated any more."""
+def given_scales(x: Tensor, spec: QuantSpec, static: Tensor | None) -> Given:
+    """The scales that a tile does not tell; x [rows, columns] is not rotated any more."""
     by_row = spec.outer is Outer.ROW or (spec.scale is Scale.FP32 and spec.block[0] == 1)
-    whole = spec.outer is Outer.TENSOR or (spec.scale is Scale.FP32 and spec.block[0] == 0)
-    if not (by_row or whole):
-        return None
     amax = torch.linalg.vector_norm(x, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
-    amax = amax if x.dtype == torch.bfloat16 else round_to_bf16(amax)
     if static is not None:
         amax = torch.where(is_finite(amax), static, amax)
-    if spec.scale is Scale.FP32:
-        scale, multiplier = one_level(amax, spec)
-        return Given(scale, scale, multiplier)
-    outer, inverse = outer_scale(amax, spec)
-    return Given(outer, outer, inverse)
+    outer, inverse = torch.empty_like(amax), torch.empty_like(amax)
+    largest = spec.element.max if spec.scale is Scale.FP32 else f32(spec.bound * spec.target)
+    programs = triton.cdiv(amax.numel(), 256)
+    tb.given_kernel[(programs,)](amax, outer, inverse, amax.numel(), LARGEST=largest, SIZE=256)
+    return Given(outer, inverse)
 
 
 def run_factor(
@@ -98,22 +91,20 @@ def run_factor(
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """x [rows, columns], any strides, into `out`: operand, after, data, scales, outer; what is empty is not wanted."""
-    operand, after, _, scales, outer = out
+    _, after, _, scales, outer = out
     if x.numel() == 0:
         return
     given = None
     if spec is not None and (spec.scale is Scale.FP32 or spec.outer in (Outer.TENSOR, Outer.ROW)):
         if signs is not None:
-            rotated = x.new_empty((x.shape[0], operand.shape[1] or padded), dtype=torch.bfloat16)
+            rotated = x.new_empty((x.shape[0], ops.operand_width(x.shape[1], signs)), dtype=torch.bfloat16)
             empty = tuple(tensor.new_empty(0) for tensor in out[1:])
             run_factor(x, None, signs, key, clock, lane, None, None, rotated.shape[1], (rotated, *empty))  # type: ignore[arg-type]
             x, signs = rotated, None
         given = given_scales(x, spec, amax)
-        assert given is not None
-        after.copy_(given.after)
-        for kept, found in ((scales, given.after), (outer, given.outer)):
-            if kept.numel() and kept.dtype == torch.float32 and found.numel() == kept.numel():
-                kept.copy_(found.reshape(kept.shape))
+        for kept in (after, scales if spec.scale is Scale.FP32 else outer):
+            if kept.numel():
+                kept.copy_(given.outer.reshape(kept.shape))
     _launch(x, spec, signs, key, clock, lane, choice, given, padded, out)
 
 
@@ -157,7 +148,7 @@ def _launch(
         columns,
         x.stride(0),
         x.stride(1),
-        operand.shape[-1],
+        ops.operand_width(columns, signs),
         padded,
         padded_rows,
         stored,

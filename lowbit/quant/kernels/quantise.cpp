@@ -421,6 +421,7 @@ private:
         else round_many<TO_NEAREST>(ratio, blocks, E4M3, nullptr, scale, w.scale_codes.data());
         for (int64_t b = 0; b < blocks; b++) {
             if (grouped()) scale[b] = scale[b] == 0 ? 0x1p-9f : scale[b];
+            else if (s.rounding >= MS_EDEN) scale[b] = scale[b] == 0 ? 1.0f : scale[b];
             multiplier[b] = held(1.0f / (exact ? scale[b] : outer[b] * scale[b]));
         }
     }

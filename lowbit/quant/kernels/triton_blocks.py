@@ -281,10 +281,15 @@ def _e4m3(x, UP_RULE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _inner(amax, outer, inverse, target, OUTER: tl.constexpr, UP_RULE: tl.constexpr, INVERSE_TARGET: tl.constexpr):  # type: ignore[no-untyped-def]
+def _inner(  # type: ignore[no-untyped-def]
+    amax, outer, inverse, target, OUTER: tl.constexpr, UP_RULE: tl.constexpr, INVERSE_TARGET: tl.constexpr,
+    EDEN: tl.constexpr,
+):  # fmt: skip  # type: ignore[no-untyped-def]
     """(scale, multiplier) of blocks under an outer scale (`scales.inner_scale`)."""
     if OUTER == GIVEN_OUTER:
         scale = _e4m3(amax * (inverse * INVERSE_TARGET), UP_RULE)
+        if EDEN:
+            scale = tl.where(scale == 0, 1.0, scale)
         whole = scale * outer
     else:
         if OUTER == OUTER_128_POW2:
@@ -319,7 +324,7 @@ def _correction(x, v):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_tile(  # type: ignore[no-untyped-def]
-    x_ptr, signs_ptr, r, c, rows, columns, row_stride, column_stride,
+    x_ptr, signs_ptr, r, c, rows, columns, width, row_stride, column_stride,
     ROWS: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr, ROTATION_SCALE: tl.constexpr,
 ):  # fmt: skip
     """x at rows r and columns c, zero outside, as BF16 numbers in FP32, rotated: [ROWS, 128]."""
@@ -333,7 +338,8 @@ def load_tile(  # type: ignore[no-untyped-def]
         x = x * tl.load(signs_ptr + c % ROTATION)[None, :]
         x = butterfly(tl.reshape(x, (ROWS * 128 // ROTATION, ROTATION)), STAGES)
         x = round_bf16(tl.reshape(x, (ROWS, 128)) * ROTATION_SCALE)
-        x = tl.where((r < rows)[:, None], x, 0.0)  # zeros that are added later have no sign
+        wanted = (r < rows)[:, None] & (c < width)[None, :]
+        x = tl.where(wanted, x, 0.0)  # what the quantiser adds beyond the rotation's groups are zeros without a sign
     return x
 
 
@@ -399,11 +405,11 @@ def two_level(  # type: ignore[no-untyped-def]
     units = scaled
     if ROUNDING >= FOUR_OVER_SIX_MSE and OUTER != OUTER_128_POW2:
         units = x.to(tl.float64) * _spread(inverse, BR, 128).to(tl.float64)
-    scale, multiplier = _inner(amax, outer, inverse, TARGET, OUTER, UP_RULE, INVERSE_TARGET)
+    scale, multiplier = _inner(amax, outer, inverse, TARGET, OUTER, UP_RULE, INVERSE_TARGET, ROUNDING >= MS_EDEN)
     y = scaled * _spread(multiplier, BR, BC)
     elements = round_element(y, noise, MODE, M, BIAS, MAX_BITS, False, False)
     if ROUNDING == FOUR_OVER_SIX_MSE or ROUNDING == FOUR_OVER_SIX_MAE:
-        scale4, multiplier4 = _inner(amax, outer, inverse, 4.0, OUTER, UP_RULE, 0.25)
+        scale4, multiplier4 = _inner(amax, outer, inverse, 4.0, OUTER, UP_RULE, 0.25, False)
         elements4 = round_element(scaled * _spread(multiplier4, BR, BC), 0, NEAREST, M, BIAS, MAX_BITS, False, False)
         MSE: tl.constexpr = ROUNDING == FOUR_OVER_SIX_MSE
         better = _block_error(elements4, scale4, units, MSE) < _block_error(elements, scale, units, MSE)
@@ -466,7 +472,7 @@ def factor_kernel(  # type: ignore[no-untyped-def]
     row_block = row_tile.to(tl.int64) * RB + tl.arange(0, RB)
     block = group * NB + tl.arange(0, NB)
     x = load_tile(
-        x_ptr, signs_ptr, r, c, rows, columns, row_stride, column_stride, ROWS, ROTATION, STAGES, ROTATION_SCALE
+        x_ptr, signs_ptr, r, c, rows, columns, width, row_stride, column_stride, ROWS, ROTATION, STAGES, ROTATION_SCALE
     )
     value = x
     if QUANTISED:
@@ -572,6 +578,18 @@ def unpack_kernel(  # type: ignore[no-untyped-def]
             value = value * _spread(scale, BR, BC)
     mask = (r < rows)[:, None] & (c < width)[None, :]
     tl.store(operand_ptr + r[:, None] * width + c[None, :], round_bf16(value).to(operand_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def given_kernel(amax_ptr, outer_ptr, inverse_ptr, count, LARGEST: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """FP32 scales of rows or of a tensor from their largest magnitudes (`scales.one_level`, `outer_scale`)."""
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    amax = round_bf16(tl.load(amax_ptr + i, i < count, 0.0))
+    inverse = _at_most(tl.div_rn(tl.zeros_like(amax) + LARGEST, amax), FP32_MAX)
+    inverse = tl.where(amax == 0, 1.0, inverse)
+    inverse = tl.where((_bits(amax) & MAGNITUDE) < INFINITY, inverse, _nan_like(amax))
+    tl.store(inverse_ptr + i, inverse, i < count)
+    tl.store(outer_ptr + i, tl.div_rn(tl.zeros_like(inverse) + 1.0, inverse), i < count)
 
 
 @triton.jit
