@@ -145,7 +145,6 @@ class Stabilisers:
             for block, recompute in zip(self._model.blocks, before, strict=True):
                 assert isinstance(block, Block)
                 block.recompute = recompute
-            self._model.take_statistics()
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
