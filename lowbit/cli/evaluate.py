@@ -18,6 +18,7 @@ def evaluate(
     """Measure a trained model on the documents its run held out."""
     from lowbit.trainer.evaluate import evaluate as measure
     from lowbit.trainer.memory import explain_out_of_memory
+    from lowbit.trainer.precision import forward_in_words
     from lowbit.trainer.run import dataset_of, load_run
 
     with explain_out_of_memory(lambda: "out of memory: take --device cpu (a batch is as large as in training)"):
@@ -26,8 +27,7 @@ def evaluate(
         budget = max_tokens or loaded.config.evaluation.final_tokens
         batches = data.validation_batches(loaded.config.batch.micro_batch, budget)
         result = measure(loaded.model, batches, loaded.tokenizer.token_bytes())
-    dtype = str(loaded.model.compute_dtype).removeprefix("torch.")
     print(
         f"step {loaded.step}: {result.bpb:.4f} bits per byte, {result.loss:.4f} nats per token "
-        f"({result.tokens:,} tokens, {result.text_bytes:,} bytes, {dtype})"
+        f"({result.tokens:,} tokens, {result.text_bytes:,} bytes, {forward_in_words(loaded.model)})"
     )

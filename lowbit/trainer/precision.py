@@ -24,12 +24,14 @@ from lowbit.quant.apply import (
     candidates,
     clocks,
     high_precision,
+    lowbit_layers,
     report_policy,
     set_clock,
     set_stage,
 )
 from lowbit.quant.backends.base import Sizes
 from lowbit.quant.backends.choose import Chooser
+from lowbit.quant.kernels import cpu
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
 from lowbit.quant.report import EMULATED, NATIVE, PolicyReport, report
@@ -63,7 +65,7 @@ def plan_precision(config: RunConfig, device: torch.device | None = None) -> lis
     plain = _plain(dtype, device)
     model = _on_meta(config, dtype)
     made = report_policy(model, policy, dtype=_word(dtype), device=name, chooser=chooser, plain=plain)
-    return describe_precision(config, policy, made)
+    return describe_precision(config, policy, made, _later(policy, made, model, chooser, plain))
 
 
 def native_precisions(device: torch.device) -> dict[str, str]:
@@ -82,24 +84,37 @@ def _on_meta(config: RunConfig, dtype: torch.dtype) -> Transformer:
         return Transformer(config.model, 1, dtype)
 
 
-def describe_precision(config: RunConfig, policy: PrecisionPolicy, report: PolicyReport) -> list[str]:
+def _later(
+    policy: PrecisionPolicy, first: PolicyReport, model: Transformer, chooser: Chooser, plain: str
+) -> list[PolicyReport]:
+    """The report after each switch, one after the other as they are listed."""
+    layers, count = candidates(model), len(policy.switches)
+    stages = [policy.training([i <= last for i in range(count)]) for last in range(count)]
+    found = [bound(stage, layers, chooser) for stage in stages]
+    return [report(policies, first.dtype, first.device, plain, remarks) for policies, remarks in found]
+
+
+def describe_precision(
+    config: RunConfig, policy: PrecisionPolicy, report: PolicyReport, later: Sequence[PolicyReport]
+) -> list[str]:
     """Table, switches, and the policies of the RL stages, line by line; one line where nothing is quantised."""
     head = f"precision {config.precision.name} on {report.device}"
     if not any(phase.quantised for stage in Stage for phase in policy.phases(stage)):
         return [f"{head}: {report.dtype.upper()} in every layer, {report.runs}"]
     lines = [f"{head}, quantised products {report.runs}:" if report.quantised else f"{head}:"]
     lines += [f"  {line}" for line in report.table().splitlines()]
-    before = describe(policy.training().default)
-    for number, switch in enumerate(policy.switches):
-        active = [i <= number for i in range(len(policy.switches))]
-        after = describe(policy.training(active).default)
-        changes = [f"{key} becomes {value}" for key, value in after.items() if before.get(key) != value]
-        lines.append(f"  {switch.when}: {switch.label}: {'; '.join(changes) or 'no change'}")
-        before = after
+    for switch, then in zip(policy.switches, later, strict=True):
+        how = f", quantised products {then.runs}" if then.quantised else ""
+        lines.append(f"{switch.when}: {switch.label}{how}:")
+        lines += [f"  {line}" for line in then.table().splitlines()[:-1]]
+    if (reason := slow_quantisers(report.device)) is not None:
+        lines.append(f"the CPU's quantisers run some thirty times slower than they could: {reason}")
+    if not any(policy.phases(stage)[0].quantised for stage in (Stage.sampler, Stage.trainer)):
+        return lines
     for stage in (Stage.sampler, Stage.trainer):
         words = describe(policy.phases(stage)[0].default)
         parts = ("fprop",) if stage is Stage.sampler else ("fprop", "dgrad", "wgrad")
-        lines.append(f"  RL {stage}: " + ", ".join(f"{part} {words[part]}" for part in parts))
+        lines.append(f"RL {stage}: " + ", ".join(f"{part} {words[part]}" for part in parts))
     return lines
 
 
@@ -137,7 +152,9 @@ class RunPrecision:
 
     def lines(self) -> list[str]:
         """What the run's start prints."""
-        return describe_precision(self.config, self.policy, self.report)
+        plain = _plain(self.model.compute_dtype, self.model.head_weight.device)
+        later = _later(self.policy, self.report, self.model, self.chooser, plain)
+        return describe_precision(self.config, self.policy, self.report, later)
 
     def _allow_graphs(self) -> None:
         """Let the compiler make what the run needs of one block's code, with a gradient and without.
@@ -223,6 +240,17 @@ class RunPrecision:
         elif saved is not None and len(saved["active"]) == len(self.active):
             self.set_active(saved["active"])
         self.begin_micro_batch(step, 0, 0)
+
+
+def forward_in_words(model: Transformer) -> str:
+    """What the forward of a model computes in: `fp32`, or `NVFP4_POW2_46 x NVFP4_POW2_46 and fp32`."""
+    products = dict.fromkeys(layer.policy.fprop.summary for layer in lowbit_layers(model).values())
+    return " and ".join([*(text for text in products if text != "BF16"), _word(model.compute_dtype)])
+
+
+def slow_quantisers(device: str) -> str | None:
+    """Why a CPU (by name) quantises slowly; None where it does not, and for other devices."""
+    return cpu.missing() if device.startswith("CPU") else None
 
 
 def rehearsal(loss: Callable[[], torch.Tensor], model: Transformer) -> Callable[[], None]:

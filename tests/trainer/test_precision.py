@@ -26,10 +26,11 @@ from lowbit.configs.schema import (
 from lowbit.errors import ConfigError
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import lowbit_layers
+from lowbit.quant.kernels import cpu as kernels
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.presets import PRESETS
 from lowbit.trainer.evaluate import evaluate
-from lowbit.trainer.precision import RunPrecision, check_precision, plan_precision, rehearsal
+from lowbit.trainer.precision import RunPrecision, check_precision, forward_in_words, plan_precision, rehearsal
 from lowbit.trainer.run import Pretraining, dataset_of, load_run, pretrain
 from lowbit.trainer.schedule import decaying, lr_scale
 
@@ -343,6 +344,8 @@ def test_validation_says_its_precision(small: RunConfig, tmp_path: Path) -> None
     plain.load_state_dict(run.model.state_dict())
     assert bpb(plain) == pytest.approx(rows(tmp_path / "run")[-1]["val_bpb_bf16"], rel=1e-9)
     assert bpb(plain) != result.val_bpb
+    assert forward_in_words(run.model) == "NVFP4_POW2_46 x NVFP4_POW2_46 and fp32"
+    assert forward_in_words(plain) == "fp32"
 
 
 def test_a_run_is_opened_in_the_precision_its_last_step_had(
@@ -391,7 +394,8 @@ def test_the_start_of_a_run_prints_the_table(
         pretrain(config, tmp_path / "run")
     assert "precision mine on CPU, 1 threads, quantised products emulated:" in caplog.text
     assert "blocks.0.{attention.{q,k,v,out},mlp.{gate,up,down}} (7 layers)" in caplog.text
-    assert "at 90% of the run: forward bf16: fprop becomes BF16" in caplog.text
+    assert "at 90% of the run: forward bf16, quantised products" not in caplog.text
+    assert "at 90% of the run: forward bf16:" in caplog.text
 
 
 def test_plan_prints_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,6 +403,19 @@ def test_plan_prints_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "blocks.{0..2}.{attention.{q,k,v,out},mlp.{gate,up,down}} (21 layers)" in out
     assert "emulated" in out and "of the original W" in out and "RL trainer: fprop NVFP4 x NVFP4_2D, dgrad BF16" in out
+
+
+def test_the_default_run_says_what_is_native_and_what_emulated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(["device=cpu"], None)
+    out = capsys.readouterr().out
+    head, leg = out.split("at 90% of the run: forward nvfp4, backward nvfp4, quantised products emulated:")
+    assert "in all three products, native" in head.partition("precision nvfp4_leg")[2] or "BF16 in all" in head
+    assert leg.count("NVFP4_POW2_46") == 3 and leg.count("emulated") == 6 and "slower" not in leg
+    monkeypatch.setattr(kernels, "missing", lambda: "no C++ compiler")
+    plan(["device=cpu"], None)
+    assert "thirty times slower than they could: no C++ compiler" in capsys.readouterr().out
 
 
 def test_what_a_gpu_would_get() -> None:
@@ -414,7 +431,10 @@ def test_what_a_gpu_would_get() -> None:
         (["precision.forward=nvfp5"], ["precision.forward=nvfp5", "nearest: nvfp4"]),
         (["precision.rules=[{match: 'blocks.9.*', policy: mxfp8}]"], ["rules.0.match=blocks.9.*", "blocks.{0..3}"]),
         (["precision=nvfp4", "model.mlp_width=500"], ["blocks.0.mlp.gate", "out_features=500"]),
-        (["precision.sampler=nvfp4", "model.mlp_width=500"], ["blocks.0.mlp.down", "in_features=500"]),
+        (
+            ["precision=auto", "precision.sampler=nvfp4", "model.mlp_width=500"],
+            ["blocks.0.mlp.down", "in_features=500"],
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(
