@@ -35,8 +35,8 @@ class Lookout(Protocol):
         """Raise LowbitError, naming the rank, when one has died or failed."""
         ...
 
-    def move(self, doing: str) -> None:
-        """This rank begins with `doing`."""
+    def move(self, doing: str, patient: bool) -> None:
+        """This rank begins with `doing`; `patient`: which may take as long as it likes."""
         ...
 
     @property
@@ -75,10 +75,13 @@ class Ranks:
         """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
 
-    def move(self, doing: str) -> None:
-        """Say that this rank moves on, and to what: those that watch for a rank that hangs read it."""
+    def move(self, doing: str, patient: bool = False) -> None:
+        """Say that this rank moves on, and to what: those that watch for a rank that hangs read it.
+
+        `patient`: it may take as long as it likes, as everything does before the first step.
+        """
         if self.lookout is not None:
-            self.lookout.move(doing)
+            self.lookout.move(doing, patient)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums of host numbers over all ranks, FP64; the same bits on every rank."""
@@ -146,8 +149,9 @@ class Ranks:
         """Wait for a post; ends with an error when a rank dies meanwhile."""
         assert self._board is not None
         patience = POLL_SECONDS / 16
+        before = True
         if self.lookout is not None:
-            self.lookout.tolerant = True
+            before, self.lookout.tolerant = self.lookout.tolerant, True
         try:
             while not self._board.check([key]):
                 if self.lookout is not None:
@@ -157,7 +161,7 @@ class Ranks:
             return json.loads(self._board.get(key))
         finally:
             if self.lookout is not None:
-                self.lookout.tolerant = False
+                self.lookout.tolerant = before
 
 
 class _Outcome:

@@ -99,9 +99,10 @@ class Trainer:
         """
         with self._signals:
             while not self.done:
+                self.engine.ranks.move(f"step {self.position.step + 1}")
                 row = self.train_step()
                 last = self.done
-                self.engine.ranks.move(f"the end of step {self.position.step}")
+                self.engine.ranks.move(f"the end of step {self.position.step}", patient=True)
                 if last or self._due(self.config.evaluation.every_steps):
                     with self.meter.part("eval"):
                         row |= self.hooks.evaluate(last)

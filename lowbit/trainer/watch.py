@@ -8,8 +8,8 @@ on every rank posts once a second that the process lives and where its main thre
     hangs    no rank has moved on for `engine.rank_timeout_seconds`, and this one is behind the others or does not wait
              for anybody
 
-"Moved on" is a count that the training loop raises at each micro-batch; while rank 0 does something alone (packs data,
-writes a checkpoint), the others wait for as long as it lives.
+"Moved on" is a count that the training loop raises at each micro-batch. Before the first step, while rank 0 does
+something alone (packs data, writes a checkpoint) and during evaluation, a rank may take as long as it lives.
 
 The thread tells the main thread, which gets an error from its collective as soon as a connection breaks. One that
 stays stuck (NCCL waits on the GPU and raises nothing) is ended from here `GRACE_SECONDS` later.
@@ -105,11 +105,11 @@ class Watch:
     @tolerant.setter
     def tolerant(self, value: bool) -> None:
         self._beat.tolerant = value
-        self._beat.moves += 1
 
-    def move(self, doing: str) -> None:
-        """The main thread begins with `doing`."""
+    def move(self, doing: str, patient: bool) -> None:
+        """The main thread begins with `doing`; see `distributed.Lookout`."""
         self._beat.doing = doing
+        self._beat.tolerant = patient
         self._beat.moves += 1
 
     def start(self) -> None:
@@ -131,6 +131,8 @@ class Watch:
             return error
         if not isinstance(error, LowbitError) and self._from_others(error):
             self._found.wait(SILENT_SECONDS + 2 * BEAT_SECONDS)
+            if self.failure is None and "imed out" in str(error):  # a collective's own limit, in a patient phase
+                self._blame_the_late(2 * self._patience)
             if self.failure is not None:
                 return RankError(self.failure)
         text = str(error) if isinstance(error, LowbitError) else f"{type(error).__name__}: {error}"
@@ -241,18 +243,22 @@ class Watch:
         everyone = list(self._seen.items())
         if len(everyone) < self._world or any(s.beat.tolerant or s.beat.finished for _, s in everyone):
             return
-        if now - max(seen.moved for _, seen in everyone) < self._patience:
-            return
+        if now - max(seen.moved for _, seen in everyone) >= self._patience:
+            self._blame_the_late(self._patience)
+
+    def _blame_the_late(self, seconds: float) -> None:
+        """Name the ranks that are behind the others, or else those that do not wait for anybody."""
+        everyone = list(self._seen.items())
         behind = min(seen.beat.moves for _, seen in everyone)
         late = [(rank, seen) for rank, seen in everyone if seen.beat.moves == behind]
-        if len(late) == self._world:
+        if len(late) == len(everyone):
             busy = [(rank, seen) for rank, seen in late if not seen.beat.waiting]
-            late = busy if 0 < len(busy) < self._world else late
+            late = busy if 0 < len(busy) < len(everyone) else late
         names = "; ".join(
             f"rank {rank} ({seen.beat.process}) at {seen.beat.doing}, {seen.beat.at}" for rank, seen in late[:4]
         )
-        which = "no rank moves" if len(late) == self._world else "it hangs and the others wait"
-        self._blame(f"{names}: {which}, for {self._patience:g} s now (engine.rank_timeout_seconds)")
+        which = "no rank moves" if len(late) == len(everyone) else "it hangs and the others wait"
+        self._blame(f"{names}: {which}, for {seconds:g} s now (engine.rank_timeout_seconds={self._patience:g})")
 
     def _blame(self, failure: str) -> None:
         self.failure = self.failure or failure
