@@ -127,10 +127,11 @@ class LowbitLinear(Linear):
     def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
         """This layer's output and those of `others`, which read the same x: x is quantised and kept once.
 
-        Layers whose policies differ are called one by one.
+        Layers whose policies differ are called one by one; so are, without gradients, layers that hooks watch.
         """
         layers = [self, *(o for o in others if isinstance(o, LowbitLinear) and self.computes_as(o))]
-        if len(layers) <= len(others):
+        watched = bool(others) and not torch.is_grad_enabled() and any(o._forward_hooks for o in (self, *others))
+        if watched or len(layers) <= len(others):
             return tuple(linear(x) for linear in (self, *others))
         if not self.policy.quantised:
             return tuple(Linear.forward(layer, x) for layer in layers)

@@ -18,6 +18,7 @@ from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
 from lowbit.quant.policy import HIGH, Alignment, LinearPolicy, Operand, ProductPolicy, Signs
 from lowbit.quant.quantise import fake_quantise, quantise
 from lowbit.quant.spec import QuantSpec
+from lowbit.trainer.guard import first_bad
 
 KEY, CLOCK = make_key(1, "blocks.0.mlp.up"), make_clock(5, 2, 1)
 FIXED = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=torch.float32)
@@ -425,3 +426,20 @@ def test_frozen_weights_are_the_quantised_ones(policy: LinearPolicy, dtype: torc
                 clock.copy_(make_clock(4))
                 assert all(torch.equal(a, b) for a, b in zip(project(x, *layers), want, strict=True))
         assert not torch.equal(layers[0](x), want[0])
+
+
+def test_the_first_bad_layer_is_named_among_siblings() -> None:
+    """A diagnosis watches layers with hooks, which a call for several of them would pass by."""
+    model = nn.ModuleDict({n: layer(n, POLICIES["nvfp4"], 72, 64) for n in ("q", "kk", "vvv")})
+    with torch.no_grad():
+        model["kk"].weight[3, 5] = float("nan")
+    x = torch.randn(5, 72)
+    assert first_bad(model, lambda: project(x, *model.values())) == "kk"
+    called = []
+    handle = model["vvv"].register_forward_hook(lambda *_: called.append(1))
+    with torch.no_grad():
+        project(x, *model.values())
+    assert called == [1]
+    project(x, *model.values())
+    assert called == [1], "a watched training step computes what an unwatched one does"
+    handle.remove()
