@@ -3,12 +3,12 @@
     python scripts/bench_quant.py fp8            # a linear layer forward and backward, and where its time goes
     python scripts/bench_quant.py fp8 --table    # many sizes; prints rows for lowbit/quant/backends/measured.py
 
-`fp8`: 16384 tokens; our layers, compiled, in FP8 by tensor, row and 128-wide blocks, against `nn.Linear` in BF16, eager,
-and against our BF16 layer from the same FP32 master weight (compiled), which is what the rule of `measured` chooses
-instead; Transformer Engine's `Linear` where it can be imported. Its weights are BF16, so a row of ours with BF16
-weights stands beside it. `off_bf16` and `off_emulated` are relative differences of Y, dX and dW from our BF16 layer and
-from the emulation of the same format. Times are medians of single passes between two events on the device; variants take turns, so
-that clocks and heat are the same for all; inputs are normal numbers, three sets in turn.
+`fp8`: 16384 tokens; our layers, compiled, in FP8 by tensor, row and 128-wide blocks, against `nn.Linear` in BF16, not
+compiled, and against our BF16 layer from the same FP32 master weight, compiled, which is what the rule of `measured`
+chooses instead; Transformer Engine's `Linear` where it can be imported. Its weights are BF16, so a row of ours with
+BF16 weights stands beside it. `off_bf16` and `off_emulated` are relative differences of Y, dX and dW from our BF16
+layer and from the emulation of the same format. Times are medians of single passes between two events on the device;
+variants take turns, so that clocks and heat are the same for all; inputs are normal numbers, three sets in turn.
 """
 
 import argparse
