@@ -122,6 +122,15 @@ class ModelConfig:
     """Key/value heads: = heads is MHA, 1 is MQA, anything between is GQA; must divide `heads`."""
     head_dim: int | None = None
     """Width of a head; None means width / heads."""
+    windows: list[int] = field(default_factory=list)
+    """Local attention: the window of each layer, in positions, repeated over the layers; 0: global. Empty: all global.
+    [1024, 1024, 1024, 1024, 1024, 0] is five local layers to a global one."""
+    kv_from: list[int] = field(default_factory=list)
+    """Cross-layer sharing: for each layer the number of the layer whose keys and values it uses, itself or an earlier
+    one that has its own. Empty: each its own. Neighbours in pairs: [0, 0, 2, 2]; one for an upper half: [0, 1, 2, 2]."""
+    attention_z: float = 0.0
+    """Attention Z-Reg: weight of the mean over tokens, heads and layers of logsumexp(attention logits)**2 / 2, in the
+    gradient only; 1e-4 keeps the logits small. 0: none."""
     mlp: MlpKind = MlpKind.swiglu
     mlp_width: int = 704
     """Hidden width of the feed-forward network (of `up`; SwiGLU has a `gate` as wide)."""
@@ -318,22 +327,6 @@ class ComputeDtype(StrEnum):
     """bf16 where the device multiplies it fast, otherwise fp32."""
     bf16 = "bf16"
     fp32 = "fp32"
-
-
-class MatrixBackend(StrEnum):
-    """Who multiplies quantised matrices."""
-
-    auto = "auto"
-    """Hardware that has the format and passes its start-up check, else the emulation; layers that FP8 would slow down
-    stay in BF16. The run's start says which."""
-    emulated = "emulated"
-    """Ordinary products of the dequantised numbers, everywhere."""
-    fp8 = "fp8"
-    """FP8 tensor cores; whatever they cannot multiply is an error, here and below."""
-    torch_blocks = "torch_blocks"
-    """PyTorch's MXFP8 and NVFP4 products on Blackwell."""
-    te = "te"
-    """Transformer Engine's layers (pip install 'lowbit[te]'); needs engine.compile=off."""
 
 
 class MatrixBackend(StrEnum):

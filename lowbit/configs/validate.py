@@ -70,6 +70,7 @@ RANGES: dict[str, Range] = {
     "model.init_std": POSITIVE,
     "model.vocab_multiple": COUNT,
     "model.vocab_rows": COUNT,
+    "model.attention_z": NATURAL,
     "model.moe.experts": NATURAL,
     "model.moe.top_k": COUNT,
     "model.moe.expert_width": COUNT,

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig
 from lowbit.errors import ConfigError
-from lowbit.models.cost import head_dim_of
+from lowbit.models.cost import head_dim_of, kv_owners
 
 
 class StaticKVCache:
-    """Allocated once: layers x 2 x batch x kv_heads x max_length x head_dim numbers of `dtype`."""
+    """Allocated once: 2 x layers with keys of their own x batch x kv_heads x max_length x head_dim of `dtype`."""
 
     def __init__(
         self, config: ModelConfig, batch: int, max_length: int, dtype: torch.dtype, device: torch.device | str
@@ -26,7 +26,7 @@ class StaticKVCache:
                 f"a KV cache of {max_length} tokens does not fit model.max_sequence={config.max_sequence}: "
                 "it must hold between 1 and that many"
             )
-        shape = (config.layers, batch, config.kv_heads, max_length, head_dim_of(config))
+        shape = (len(kv_owners(config)), batch, config.kv_heads, max_length, head_dim_of(config))
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.max_length = max_length

@@ -11,7 +11,8 @@ for queries [q0, q1) and a block of keys K,
     some pair may be visible   when  q0 < max(limit_K)  and  q1 - 1 >= min(start_K)
     all pairs are visible      when  q0 >= max(start_K) and  q1 <= min(limit_K)
 which is O(T + (T/B)^2) and free of host synchronisation. Blocks that are "some" but not "all" evaluate the
-rule pair by pair. An incomplete last block is never "all": its missing rows are nobody's.
+rule pair by pair. An incomplete last block is never "all": its missing rows are nobody's. A local layer's window asks
+the same of the extremes of positions: distances between two blocks lie between those of their ends.
 """
 
 from functools import cache
@@ -24,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lowbit.errors import DataError
-from lowbit.models.visibility import Visibility
+from lowbit.models.visibility import Visibility, causal
 
 AttentionMask = Tensor | BlockMask | None
 """None: plain causal. Tensor: bool [B, 1, T, S], true where visible. BlockMask: FlexAttention's."""
@@ -33,17 +34,24 @@ BLOCK = 128
 _PREFERRED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def prepare_mask(visibility: Visibility | None, batch: int, length: int, device: torch.device | str) -> AttentionMask:
-    """What `attention` needs to know of a batch's visibility; built once a batch and shared by all layers.
+def prepare_mask(
+    visibility: Visibility | None, batch: int, length: int, device: torch.device | str, window: int | None = None
+) -> AttentionMask:
+    """What `attention` needs to know of a batch's visibility; built once a batch and shared by all layers of a kind.
 
     Args:
         visibility: None for plain causal. batch, length: shape [B, T] of the tokens. device: where attention runs.
+        window: of a local layer, in positions; None for a global one.
 
     Raises:
         DataError: the visibility has another shape.
     """
+    if window is not None and window >= length:
+        window = None
     if visibility is None:
-        return None
+        if window is None:
+            return None
+        visibility = causal(1, length).to(device).expand(batch)
     if visibility.start.shape != (batch, length):
         raise DataError(
             f"visibility has shape {list(visibility.start.shape)}, the tokens have [{batch}, {length}]: "
@@ -51,31 +59,39 @@ def prepare_mask(visibility: Visibility | None, batch: int, length: int, device:
         )
     visibility = visibility.to(device, non_blocking=True)
     if visibility.start.device.type == "cuda":
-        return block_mask(visibility)
-    return dense_mask(visibility)
+        return block_mask(visibility, window)
+    return dense_mask(visibility, window)
 
 
-def dense_mask(visibility: Visibility) -> Tensor:
+def dense_mask(visibility: Visibility, window: int | None = None) -> Tensor:
     """The rule for every pair: bool [B, 1, T, T], true where query (row) sees key (column)."""
     query = torch.arange(visibility.start.shape[1], device=visibility.start.device)[None, None, :, None]
-    return (visibility.start[:, None, None, :] <= query) & (query < visibility.limit[:, None, None, :])
+    seen = (visibility.start[:, None, None, :] <= query) & (query < visibility.limit[:, None, None, :])
+    if window is None:
+        return seen
+    position = visibility.position[:, None]
+    return seen & ((position[:, :, :, None] - position[:, :, None, :]).abs() < window)
 
 
-def cached_mask(lengths: Tensor, new_tokens: int, extent: int) -> Tensor:
-    """Mask of `new_tokens` queries behind a cache: bool [B, 1, T, S]; query t of row b sees keys 0..lengths[b] + t."""
-    query = lengths[:, None] + torch.arange(new_tokens, device=lengths.device)  # [B, T]
-    return torch.arange(extent, device=lengths.device)[None, None, None, :] <= query[:, None, :, None]
+def cached_mask(lengths: Tensor, new_tokens: int, extent: int, window: int | None = None) -> Tensor:
+    """Mask of `new_tokens` queries behind a cache: bool [B, 1, T, S]; query t of row b sees keys 0..lengths[b] + t.
+
+    With a window only the last `window` of these.
+    """
+    query = (lengths[:, None] + torch.arange(new_tokens, device=lengths.device))[:, None, :, None]  # [B, 1, T, 1]
+    key = torch.arange(extent, device=lengths.device)[None, None, None, :]
+    return key <= query if window is None else (key <= query) & (key > query - window)
 
 
-def block_mask(visibility: Visibility, block: int = BLOCK) -> BlockMask:
-    """FlexAttention's BlockMask of a visibility, from the extremes of start and limit over blocks of keys."""
-    start, limit = visibility.start, visibility.limit
+def block_mask(visibility: Visibility, window: int | None = None, block: int = BLOCK) -> BlockMask:
+    """FlexAttention's BlockMask of a visibility, from the extremes of start, limit and position over blocks."""
+    start, limit, position = visibility.start, visibility.limit, visibility.position
     length = start.shape[1]
     blocks = -(-length // block)
     pad = blocks * block - length
 
     def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Least and greatest over each block of keys, [B, 1, blocks]; the last real token stands in for padding."""
+        """Least and greatest over each block, [B, 1, blocks]; the last real token stands in for padding."""
         padded = torch.cat((tensor, tensor[:, -1:].expand(-1, pad)), dim=1).view(-1, blocks, block)
         least, greatest = padded.aminmax(dim=-1)
         return least[:, None, :], greatest[:, None, :]
@@ -86,11 +102,21 @@ def block_mask(visibility: Visibility, block: int = BLOCK) -> BlockMask:
     last = first + block
     some = (first < limit_greatest) & (last - 1 >= start_least)
     every = (first >= start_greatest) & (last <= limit_least)
+    if window is not None:
+        least, greatest = extremes(position)
+        ahead, behind = greatest.mT - least, greatest - least.mT  # the largest position[i] - position[j], and reversed
+        nearest = torch.maximum(least.mT - greatest, least - greatest.mT)  # the smallest distance, where positive
+        some = some & (nearest < window)
+        every = every & (torch.maximum(ahead, behind) < window)
     if pad:
         every = every & (torch.arange(blocks, device=start.device) < blocks - 1)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (start[b, k] <= q) & (q < limit[b, k])
+
+    def visible_nearby(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert window is not None
+        return visible(b, h, q, k) & ((position[b, q] - position[b, k]).abs() < window)
 
     partial_count, partial_index = _listed(some & ~every)
     full_count, full_index = _listed(some & every)
@@ -100,7 +126,7 @@ def block_mask(visibility: Visibility, block: int = BLOCK) -> BlockMask:
         full_count,
         full_index,
         BLOCK_SIZE=block,
-        mask_mod=visible,
+        mask_mod=visible if window is None else visible_nearby,
         seq_lengths=(length, length),
     )
 
@@ -124,7 +150,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
     """
     grouped = k.shape[1] != q.shape[1]
     if isinstance(mask, BlockMask):
-        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
         out = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
         assert isinstance(out, Tensor)
         return out
@@ -137,6 +163,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
 
 
 @cache
-def _compiled_flex() -> Any:
+def compiled_flex() -> Any:
     """FlexAttention is a kernel only when compiled; blocks that run uncompiled use this one."""
     return torch.compile(flex_attention, dynamic=False)

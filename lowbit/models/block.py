@@ -5,7 +5,8 @@
 No biases anywhere. SwiGLU is down(silu(gate(x)) * up(x)) (arXiv 2002.05202), relu2 is down(relu(up(x))^2)
 (arXiv 2109.08668). QK-norm is an RMSNorm over each head's query and key before the rotary embedding, or over all heads
 of a token together. With norms placed after (OLMo-2, arXiv 2501.00656) a block is x = x + norm(attention(x));
-x = x + norm(mlp(x)). In a mixture of experts `mlp` is the router with its experts.
+x = x + norm(mlp(x)). In a mixture of experts `mlp` is the router with its experts. Layers may share keys and values
+(cross-layer attention, arXiv 2405.12981; YOCO, arXiv 2405.05254), and may look back over a window only.
 """
 
 from contextlib import AbstractContextManager
@@ -18,7 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lowbit.configs.schema import ModelConfig, NormPlacement, QkNormScope, Recompute
 from lowbit.models import kernels
 from lowbit.models.attention import AttentionMask, attention
-from lowbit.models.cost import head_dim_of, is_moe_layer
+from lowbit.models.attention_z import attention_with_z
+from lowbit.models.cost import head_dim_of, is_moe_layer, kv_source
 from lowbit.models.layers import KVCache, Linear, RMSNorm, project
 from lowbit.models.moe import Mlp, Moe
 from lowbit.models.rope import apply_rope
@@ -27,47 +29,97 @@ Rope = tuple[Tensor, Tensor]
 """cos and sin, FP32 [B or 1, T, 1, D]: see `rope_tables`."""
 
 
+KV = tuple[Tensor, Tensor]
+"""Keys and values of a layer, [B, Hkv, S, D] each, normalised and turned."""
+
+
+class AttentionOutput(NamedTuple):
+    """What attention gives."""
+
+    y: Tensor
+    """[B, T, width]."""
+    kv: KV | None
+    """For the layers that use this one's, if any."""
+    loss: Tensor | None
+    """Z-Reg, see `BlockOutput.loss`."""
+    z: Tensor | None
+    """FP32 [2], detached: mean and greatest logsumexp of the attention logits."""
+
+
 class BlockOutput(NamedTuple):
     """What a block gives."""
 
     x: Tensor
     """[B, T, width]."""
+    kv: KV | None = None
     loss: Tensor | None = None
     """FP32 scalar to train for beside the model's own loss, as a mean over tokens."""
-    statistics: Tensor | None = None
+    routing: Tensor | None = None
     """FP32, detached: what the router measured."""
+    z: Tensor | None = None
 
 
 class Attention(nn.Module):
-    """Multi-head attention with rotary embedding; grouped-query when kv_heads < heads."""
+    """Multi-head attention with rotary embedding; grouped-query when kv_heads < heads.
 
-    def __init__(self, config: ModelConfig) -> None:
+    A layer that uses another's keys and values (`model.kv_from`) has queries only.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.head_dim = head_dim_of(config)
+        source = kv_source(config, layer)
+        self.borrows = source != layer
+        self.lends = any(kv_source(config, other) == layer for other in range(layer + 1, config.layers))
         self.q = Linear(config.width, config.heads * self.head_dim)
-        self.k = Linear(config.width, config.kv_heads * self.head_dim)
-        self.v = Linear(config.width, config.kv_heads * self.head_dim)
+        self.k = None if self.borrows else Linear(config.width, config.kv_heads * self.head_dim)
+        self.v = None if self.borrows else Linear(config.width, config.kv_heads * self.head_dim)
         self.out = Linear(config.heads * self.head_dim, config.width)
         together = config.qk_norm_scope is QkNormScope.layer  # the norm takes all heads of a token at once
         q_width, k_width = (self.head_dim * (heads if together else 1) for heads in (config.heads, config.kv_heads))
         self.q_norm = RMSNorm(q_width, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(k_width, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(k_width, config.norm_eps) if config.qk_norm and not self.borrows else None
+        self.z_weight = config.attention_z / (2 * config.heads * config.layers)
+
+    def queries(self, x: Tensor, rope: Rope) -> Tensor:
+        """x [B, T, width] -> q [B, H, T, D], normalised and turned; a view of [B, T, H, D]."""
+        return self._turned(self.q(x), self.q_norm, rope)
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, width] -> q [B, H, T, D], k and v [B, Hkv, T, D], normalised and turned; views of [B, T, H, D]."""
-        q, k, v = [y.view(*y.shape[:-1], -1, self.head_dim) for y in project(x, self.q, self.k, self.v)]
-        q, k = _norm_and_turn(q, self.q_norm, rope), _norm_and_turn(k, self.k_norm, rope)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        assert self.k is not None and self.v is not None
+        q, k, v = project(x, self.q, self.k, self.v)
+        v = v.view(*v.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        return self._turned(q, self.q_norm, rope), self._turned(k, self.k_norm, rope), v
+
+    def _turned(self, x: Tensor, norm: RMSNorm | None, rope: Rope) -> Tensor:
+        return _norm_and_turn(x.view(*x.shape[:-1], -1, self.head_dim), norm, rope).transpose(1, 2)
 
     def forward(
-        self, x: Tensor, mask: AttentionMask, rope: Rope, cache: KVCache | None = None, layer: int = 0
-    ) -> Tensor:
-        """x [B, T, width] -> [B, T, width]."""
-        q, k, v = self.project(x, rope)
-        if cache is not None:
-            k, v = cache.update(layer, k, v)
-        y: Tensor = self.out(attention(q, k, v, mask).transpose(1, 2).flatten(2))
-        return y
+        self,
+        x: Tensor,
+        mask: AttentionMask,
+        rope: Rope,
+        borrowed: KV | None = None,
+        cache: KVCache | None = None,
+        slot: int = 0,
+    ) -> AttentionOutput:
+        """x [B, T, width] -> [B, T, width] and more. `slot`: which of the cache's layers is this one's."""
+        if borrowed is not None:
+            q, (k, v) = self.queries(x, rope), borrowed
+        else:
+            q, k, v = self.project(x, rope)
+            if cache is not None:
+                k, v = cache.update(slot, k, v)
+        loss = statistics = None
+        if self.z_weight and cache is None:
+            y, z = attention_with_z(q, k, v, mask)
+            loss = self.z_weight * z.square().sum(1).mean()
+            statistics = torch.stack((z.mean(), z.amax())).detach()
+        else:
+            y = attention(q, k, v, mask)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return AttentionOutput(out, (k, v) if self.lends else None, loss, statistics)
 
 
 def _norm_and_turn(x: Tensor, norm: RMSNorm | None, rope: Rope) -> Tensor:
@@ -88,7 +140,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         routed = is_moe_layer(config, layer)
         self.mlp: Mlp | Moe = Moe(config) if routed else Mlp(config.mlp, config.width, config.mlp_width)
@@ -96,21 +148,33 @@ class Block(nn.Module):
         self.recompute = Recompute.none
 
     def forward(
-        self, x: Tensor, mask: AttentionMask, rope: Rope, cache: KVCache | None = None, layer: int = 0
+        self,
+        x: Tensor,
+        mask: AttentionMask,
+        rope: Rope,
+        borrowed: KV | None = None,
+        cache: KVCache | None = None,
+        slot: int = 0,
     ) -> BlockOutput:
-        """x [B, T, width] -> [B, T, width] and more. `layer` is the cache's and only set with one."""
+        """x [B, T, width] -> [B, T, width] and more.
+
+        Args:
+            borrowed: the keys and values of the layer whose this one uses, if it uses another's. cache, slot: of
+                generation.
+        """
         if self.recompute is Recompute.none or cache is not None or not torch.is_grad_enabled():
-            return self._forward(x, mask, rope, cache, layer)
+            return self._forward(x, mask, rope, borrowed, cache, slot)
         # There is no randomness to restore: noise in this project is keyed by counters.
         # The tracer of torch.compile wants `context_fn` spelled out in the call.
         if self.recompute is Recompute.full:
-            y = checkpoint(self._forward, x, mask, rope, use_reentrant=False, preserve_rng_state=False)
+            y = checkpoint(self._forward, x, mask, rope, borrowed, use_reentrant=False, preserve_rng_state=False)
         else:
             y = checkpoint(
                 self._forward,
                 x,
                 mask,
                 rope,
+                borrowed,
                 use_reentrant=False,
                 preserve_rng_state=False,
                 context_fn=_selective_contexts,
@@ -118,15 +182,27 @@ class Block(nn.Module):
         return BlockOutput(*y)
 
     def _forward(
-        self, x: Tensor, mask: AttentionMask, rope: Rope, cache: KVCache | None = None, layer: int = 0
+        self,
+        x: Tensor,
+        mask: AttentionMask,
+        rope: Rope,
+        borrowed: KV | None = None,
+        cache: KVCache | None = None,
+        slot: int = 0,
     ) -> BlockOutput:
         if self.norms_after:
-            x = x + self.attention_norm(self.attention(x, mask, rope, cache, layer))
-            h, loss, statistics = self._mlp(x)
-            return BlockOutput(x + self.mlp_norm(h), loss, statistics)
-        x, h = _add_and_norm(x, self.attention(self.attention_norm(x), mask, rope, cache, layer), self.mlp_norm)
-        h, loss, statistics = self._mlp(h)
-        return BlockOutput(x + h, loss, statistics)
+            a = self.attention(x, mask, rope, borrowed, cache, slot)
+            x = x + self.attention_norm(a.y)
+            h, loss, routing = self._mlp(x)
+            x = x + self.mlp_norm(h)
+        else:
+            a = self.attention(self.attention_norm(x), mask, rope, borrowed, cache, slot)
+            x, h = _add_and_norm(x, a.y, self.mlp_norm)
+            h, loss, routing = self._mlp(h)
+            x = x + h
+        if a.loss is not None:
+            loss = a.loss if loss is None else loss + a.loss
+        return BlockOutput(x, a.kv, loss, routing, a.z)
 
     def _mlp(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if isinstance(self.mlp, Moe):

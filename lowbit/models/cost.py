@@ -5,8 +5,9 @@ goes through, the head included, the input embedding and other tokens' experts n
 of input and weight), plus attention
     12 * layers * heads * head_dim * T / 2
 of which the scores and their product with V are 2 + 2 forward and twice that backward, a head's D numbers over T keys,
-halved because a causal query sees half of the keys on average. Kernels that compute the masked half, and
-recomputation, do more work; they get no credit for it. Norms, rotations and the softmax are not counted.
+halved because a causal query sees half of the keys on average (fewer in a local layer). Kernels that compute the
+masked half, and recomputation, do more work; they get no credit for it. Norms, rotations and the softmax are not
+counted.
 """
 
 from collections.abc import Callable
@@ -73,6 +74,21 @@ def is_moe_layer(config: ModelConfig, layer: int) -> bool:
     return config.moe.experts > 0 and layer >= config.moe.first_dense
 
 
+def window_of(config: ModelConfig, layer: int) -> int:
+    """Window of a layer's attention, 0 for a global one."""
+    return config.windows[layer % len(config.windows)] if config.windows else 0
+
+
+def kv_source(config: ModelConfig, layer: int) -> int:
+    """The layer whose keys and values a layer uses."""
+    return config.kv_from[layer] if config.kv_from else layer
+
+
+def kv_owners(config: ModelConfig) -> list[int]:
+    """The layers that have keys and values of their own, in order."""
+    return [layer for layer in range(config.layers) if kv_source(config, layer) == layer]
+
+
 def vocab_rows_of(config: ModelConfig, vocab_size: int) -> int:
     """Rows of the embedding and the head, those that are never predicted included."""
     return config.vocab_rows or -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
@@ -82,22 +98,24 @@ def parameter_parts(config: ModelConfig, vocab_size: int) -> ParameterCount:
     """Parameters of a model by role; the padded rows of the vocabulary are included, a tied table counts once."""
     head_dim = head_dim_of(config)
     table = vocab_rows_of(config, vocab_size) * config.width
-    attention = config.width * head_dim * (2 * config.heads + 2 * config.kv_heads)
+    owners = len(kv_owners(config))
+    attention = config.width * head_dim * (2 * config.heads * config.layers + 2 * config.kv_heads * owners)
     matrices = 3 if config.mlp is MlpKind.swiglu else 2
     moe, routed = config.moe, sum(is_moe_layer(config, layer) for layer in range(config.layers))
     expert = matrices * config.width * moe.expert_width
     dense = matrices * config.width * config.mlp_width
-    normed = 2 if config.qk_norm_scope is QkNormScope.head else config.heads + config.kv_heads
-    norms = 2 * config.width + (normed * head_dim if config.qk_norm else 0)
+    together = config.qk_norm_scope is QkNormScope.layer
+    normed = config.layers * (config.heads if together else 1) + owners * (config.kv_heads if together else 1)
+    norms = 2 * config.width * config.layers + (normed * head_dim if config.qk_norm else 0)
     return ParameterCount(
         embedding=table,
-        attention=config.layers * attention,
+        attention=attention,
         mlp=(config.layers - routed) * dense + routed * moe.shared * expert,
         experts=routed * moe.experts * expert,
         active_experts=routed * moe.top_k * expert,
         router=routed * moe.experts * config.width,
         biases=routed * moe.experts if moe.bias_rate else 0,
-        norms=config.layers * norms + config.width,
+        norms=norms + config.width,
         head=0 if config.tied_head else table,
     )
 
@@ -110,12 +128,16 @@ def flops_per_token(config: ModelConfig, vocab_size: int, sequence_length: int) 
 
 def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """The part of `flops_per_token` that grows with the sequence."""
-    return 6 * config.layers * config.heads * head_dim_of(config) * sequence_length
+    twice_keys = 0  # that a query sees on average: T of a global layer, 2 w - w^2 / T of a window w < T
+    for layer in range(config.layers):
+        window = min(window_of(config, layer) or sequence_length, sequence_length)
+        twice_keys += 2 * window - window * window // sequence_length
+    return 6 * config.heads * head_dim_of(config) * twice_keys
 
 
 def kv_cache_bytes_per_token(config: ModelConfig, number_bytes: int = 2) -> int:
     """Bytes of keys and values a token of one sequence."""
-    return 2 * config.layers * config.kv_heads * head_dim_of(config) * number_bytes
+    return 2 * len(kv_owners(config)) * config.kv_heads * head_dim_of(config) * number_bytes
 
 
 @dataclass(frozen=True)

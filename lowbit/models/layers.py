@@ -211,5 +211,8 @@ class KVCache(Protocol):
         ...
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, Hkv, T, D] of one layer behind each row's length; return all of them, [B, Hkv, S, D]."""
+        """Store k, v [B, Hkv, T, D] of one layer behind each row's length; return all of them, [B, Hkv, S, D].
+
+        Layers are counted among those that have keys and values of their own.
+        """
         ...

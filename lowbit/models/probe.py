@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lowbit.models.attention import dense_mask, prepare_mask
-from lowbit.models.transformer import Block, Transformer
+from lowbit.models.block import KV, Block
+from lowbit.models.cost import kv_source, window_of
+from lowbit.models.transformer import Transformer
 from lowbit.models.visibility import Visibility, causal
 
 SCORES = 1 << 25
@@ -35,21 +37,31 @@ def softmax_saturation(
     """
     batch, length = tokens.shape
     rule = causal(batch, length).to(tokens.device) if visibility is None else visibility.to(tokens.device)
-    visible = dense_mask(rule)  # [B, 1, T, T]
-    counted = visible.sum(-1) > 1  # [B, 1, T]
-    mask = prepare_mask(visibility, batch, length, tokens.device)
     rope = model.rope(rule.position)
     x = model.embed(tokens)
     shares = []
-    for block in model.blocks:
+    kept: dict[int, KV] = {}
+    for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        q, k, _ = block.attention.project(block.attention_norm(x), rope)
+        window, source = window_of(model.config, layer) or None, kv_source(model.config, layer)
+        visible = dense_mask(rule, window)  # [B, 1, T, T]
+        counted = visible.sum(-1) > 1  # [B, 1, T]
+        mask = prepare_mask(visibility, batch, length, tokens.device, window)
+        borrowed = kept[source] if source != layer else None
+        before = x if block.norms_after else block.attention_norm(x)
+        if borrowed is None:
+            q, k, _ = block.attention.project(before, rope)
+        else:
+            q, k = block.attention.queries(before, rope), borrowed[0]
         saturated = torch.zeros((), device=x.device)
         for row in range(batch):
             greatest = _greatest_weight(q[row].float(), k[row].float(), visible[row])  # [H, T]
             saturated += ((greatest > threshold) & counted[row]).sum()
         shares.append(saturated / (counted.sum() * q.shape[1]).clamp(min=1))
-        x = block.forward(x, mask, rope).x
+        out = block.forward(x, mask, rope, borrowed)
+        x = out.x
+        if out.kv is not None:
+            kept[layer] = out.kv
     return [float(share) for share in torch.stack(shares).cpu()]
 
 

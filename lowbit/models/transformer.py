@@ -12,11 +12,12 @@ Each tensor has a generator of its own, keyed by (seed, name), so it does not de
 
 A block is compiled once for all layers of its kind: nothing in `Block.forward` differs between them but tensors.
 
-What blocks would train for beside the model's own loss (the router's losses) waits in `take_auxiliary`; what they
-measured adds up in `take_statistics`.
+What blocks would train for beside the model's own loss (the routers' losses, Z-Reg) waits in `take_auxiliary`; what
+they measured adds up in `take_measured`.
 """
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 from lowbit.configs.schema import ModelConfig, Recompute
 from lowbit.errors import ConfigError, DataError
 from lowbit.models.attention import AttentionMask, cached_mask, prepare_mask
-from lowbit.models.block import Block, Rope
-from lowbit.models.cost import head_dim_of, vocab_rows_of
+from lowbit.models.block import KV, Block, BlockOutput, Rope
+from lowbit.models.cost import head_dim_of, kv_owners, kv_source, vocab_rows_of, window_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, state_buffers
 from lowbit.models.rope import check_rope, rope_frequencies, rope_tables
 from lowbit.models.router import check_moe
@@ -62,8 +63,44 @@ def check_model(config: ModelConfig, vocab_size: int) -> None:
             f"model.vocab_rows={config.vocab_rows} is less than the tokenizer's {vocab_size} tokens: use the "
             "tokenizer that the model was trained with, or model.vocab_rows=null"
         )
+    for layer, window in enumerate(config.windows):
+        if window < 0:
+            raise ConfigError(
+                f"model.windows={config.windows}: entry {layer} must be positive, or 0 for a global layer"
+            )
+    _check_sharing(config)
     check_rope(config.rope, head_dim_of(config))
     check_moe(config)
+
+
+def _check_sharing(config: ModelConfig) -> None:
+    shared = config.kv_from
+    if shared and len(shared) != config.layers:
+        raise ConfigError(f"model.kv_from={shared} needs an entry for each of {config.layers} layers, or none")
+    for layer, source in enumerate(shared):
+        if not 0 <= source <= layer or shared[source] != source:
+            raise ConfigError(
+                f"model.kv_from={shared}: layer {layer} cannot use the keys of layer {source}, which must be itself or "
+                "an earlier layer with its own"
+            )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of the blocks, added up over several passes."""
+
+    passes: int
+    routing: Tensor | None
+    """FP32 [routed layers, experts + 3]: sums; see `router.Routing`."""
+    z: Tensor | None
+    """FP32 [layers, 2]: sum of the mean logsumexp of attention logits, and the greatest."""
+
+    def __add__(self, other: "Measured") -> "Measured":
+        routing = self.routing if other.routing is None or self.routing is None else self.routing + other.routing
+        z = self.z
+        if z is not None and other.z is not None:
+            z = torch.stack((z[:, 0] + other.z[:, 0], torch.maximum(z[:, 1], other.z[:, 1])), dim=1)
+        return Measured(self.passes + other.passes, routing, z)
 
 
 class Transformer(nn.Module):
@@ -83,8 +120,11 @@ class Transformer(nn.Module):
         self._frequencies, self._rope_factor = rope_frequencies(config.rope, head_dim_of(config))
         self._frequency_tensors: dict[torch.device, Tensor] = {}
         self._auxiliary: Tensor | None = None
-        self._statistics: Tensor | None = None
-        self._measured = 0
+        self._measured: Measured | None = None
+        self._windows = [window_of(config, layer) for layer in range(config.layers)]
+        self._sources = [kv_source(config, layer) for layer in range(config.layers)]
+        owners = kv_owners(config)
+        self._slots = [owners.index(source) for source in self._sources]
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -109,33 +149,51 @@ class Transformer(nn.Module):
         extent = length if cache is None else cache.extent(length)
         if extent > self.config.max_sequence:
             raise ConfigError(f"a sequence of {extent} tokens exceeds model.max_sequence={self.config.max_sequence}")
-        mask: AttentionMask
+        if cache is not None and visibility is not None:
+            raise DataError("a KV cache is causal: pass visibility or cache, not both")
+        masks: dict[int, AttentionMask] = {}
+        for window in set(self._windows):
+            if cache is not None:
+                masks[window] = cached_mask(cache.lengths, length, extent, window or None)
+            else:
+                masks[window] = prepare_mask(visibility, batch, length, device, window or None)
         if cache is not None:
-            if visibility is not None:
-                raise DataError("a KV cache is causal: pass visibility or cache, not both")
-            mask = cached_mask(cache.lengths, length, extent)
             position = cache.lengths[:, None] + torch.arange(length, device=device)
         else:
-            mask = prepare_mask(visibility, batch, length, device)
             position = torch.arange(length, device=device)[None] if visibility is None else visibility.position
         rope = self.rope(position.to(device, non_blocking=True))
-        x = self.embed(tokens)
-        self._auxiliary = None
-        losses, statistics = [], []
-        for layer, block in enumerate(self.blocks):
-            # Generation's shapes change with every token: it runs the block as written, never the compiled one.
-            out = block(x, mask, rope) if cache is None else block.forward(x, mask, rope, cache, layer)
-            x = out.x
-            if out.loss is not None:
-                losses.append(out.loss)
-                statistics.append(out.statistics)
-        if losses and torch.is_grad_enabled():
-            self._auxiliary = torch.stack(losses).sum()
-            measured = torch.stack(statistics)
-            self._statistics = measured if self._statistics is None else self._statistics + measured
-            self._measured += 1
-        hidden: Tensor = self.final_norm(x)
+        hidden: Tensor = self.final_norm(self._through_blocks(self.embed(tokens), masks, rope, cache))
         return hidden
+
+    def _through_blocks(self, x: Tensor, masks: dict[int, AttentionMask], rope: Rope, cache: KVCache | None) -> Tensor:
+        self._auxiliary = None
+        kept: dict[int, KV] = {}  # of the layers that others borrow from
+        outputs = []
+        for layer, block in enumerate(self.blocks):
+            source = self._sources[layer]
+            borrowed = kept[source] if source != layer else None
+            mask = masks[self._windows[layer]]
+            if cache is None:
+                out = block(x, mask, rope, borrowed)
+            else:  # generation's shapes change with every token: it runs the block as written, never the compiled one
+                out = block.forward(x, mask, rope, borrowed, cache, self._slots[layer])
+            x = out.x
+            if out.kv is not None:
+                kept[layer] = out.kv
+            outputs.append(out)
+        if cache is None and torch.is_grad_enabled():
+            self._measure(outputs)
+        return x
+
+    def _measure(self, outputs: list[BlockOutput]) -> None:
+        """Keep what the blocks want trained for, and add up what they measured."""
+        losses = [out.loss for out in outputs if out.loss is not None]
+        self._auxiliary = torch.stack(losses).sum() if losses else None
+        routing = [out.routing for out in outputs if out.routing is not None]
+        z = [out.z for out in outputs if out.z is not None]
+        if routing or z:
+            now = Measured(1, torch.stack(routing) if routing else None, torch.stack(z) if z else None)
+            self._measured = now if self._measured is None else self._measured + now
 
     def take_auxiliary(self) -> Tensor | None:
         """What the blocks of the last forward pass add to the loss, FP32 scalar, a mean over tokens; None for none.
@@ -145,12 +203,10 @@ class Transformer(nn.Module):
         loss, self._auxiliary = self._auxiliary, None
         return loss
 
-    def take_statistics(self) -> tuple[Tensor, int] | None:
-        """What the routers measured in training passes since the last call: FP32 [routed layers, experts + 3], the sum
-        over the passes, and how many there were; None for none. See `router.Routing`."""
-        taken, count = self._statistics, self._measured
-        self._statistics, self._measured = None, 0
-        return None if taken is None else (taken, count)
+    def take_measured(self) -> "Measured | None":
+        """What blocks measured in the training passes since the last call; None for nothing."""
+        taken, self._measured = self._measured, None
+        return taken
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens int64 [B, T] -> the residual stream's start, [B, T, width] in `compute_dtype`."""

@@ -4,7 +4,15 @@ Key j is visible to query i when start[j] <= i < limit[j]. With start[j] = j thi
 limit[j]: the end of j's document in a packed sequence, or of its branch in a tree. A smaller start[j] opens a
 bidirectional span (prefix language models). Masks never come from token ids.
 
-`position` is the token's depth for the rotary embedding: it restarts with each document.
+`position` is the token's depth for the rotary embedding: it restarts with each document, and siblings in a tree share
+it (models/trees.py). A local layer's window is measured in it: there, key j is visible to query i when, besides,
+|position[i] - position[j]| < window.
+
+    causal                    start[j] = j          limit[j] = T
+    documents                 j                     end of j's document
+    prefix, bidirectional     first token of span   end of j's document
+    tree, parents first       j                     end of the subtree of j's node
+    padding                   j                     j + 1: it sees itself, and nobody sees it
 """
 
 from dataclasses import dataclass
@@ -34,10 +42,20 @@ class Visibility:
             self.position.to(device, non_blocking=non_blocking),
         )
 
-    def validate(self, max_sequence: int | None = None) -> None:
+    def expand(self, batch: int) -> "Visibility":
+        """One row's rule for `batch` rows, as views."""
+        return Visibility(*(tensor.expand(batch, -1) for tensor in (self.start, self.limit, self.position)))
+
+    def validate(self, max_sequence: int | None = None, document: Tensor | None = None, tree: bool = False) -> None:
         """Check shapes, types and ranges, and that every token sees itself (else its softmax would be empty).
 
-        Raises DataError naming the row and the token. Reads values, so on a GPU it waits for them.
+        Args:
+            max_sequence: positions lie below it.
+            document: int [B, T], the number of each token's document: nothing is visible across two of them.
+            tree: intervals that overlap must lie one inside the other, else a token would see part of a branch.
+
+        Raises:
+            DataError: names the row and the token. Reads values, so on a GPU it waits for them.
         """
         shape = self.start.shape
         for name in ("start", "limit", "position"):
@@ -56,6 +74,26 @@ class Visibility:
         )
         end = torch.iinfo(torch.int32).max if max_sequence is None else max_sequence
         self._require((self.position >= 0) & (self.position < end), "position", f"must lie in 0..{end - 1}")
+        if document is not None:
+            here = document.gather(1, self.start.long())
+            self._require(here == document, "start", "is a token of another document")
+            here = document.gather(1, self.limit.long() - 1)
+            self._require(here == document, "limit", "lies beyond the end of its document")
+        if tree:
+            self._require(self._nested(), "limit", "ends behind that of a token it descends from")
+
+    def _nested(self) -> Tensor:
+        """bool [B, T]: whether a token's limit lies within those of all tokens before it that it sees."""
+        good = torch.ones_like(self.start, dtype=torch.bool)
+        for row, limits in enumerate(self.limit.tolist()):
+            open_limits: list[int] = []  # of the tokens that the present one sees, the innermost last
+            for token, limit in enumerate(limits):
+                while open_limits and open_limits[-1] <= token:
+                    open_limits.pop()
+                if open_limits and limit > open_limits[-1]:
+                    good[row, token] = False
+                open_limits.append(limit)
+        return good
 
     def _require(self, good: Tensor, name: str, rule: str) -> None:
         if bool(good.all()):
@@ -88,3 +126,29 @@ def documents(first: Tensor) -> Visibility:
     next_first[:, -1] = length
     limit = next_first.flip(1).cummin(dim=1).values.flip(1)
     return Visibility(index.contiguous(), limit.to(torch.int32), (index - begin).to(torch.int32))
+
+
+def prefixes(first: Tensor, prefix: Tensor) -> Visibility:
+    """As `documents`, with spans at the beginning of documents whose tokens all see each other.
+
+    Args:
+        first: bool [B, T], true where a token begins a document. prefix: bool [B, T], true for the tokens of such a
+            span; those that do not directly follow the beginning of a document, or of its span, count for nothing.
+    """
+    causal_part = documents(first)
+    index = torch.arange(first.shape[1], dtype=torch.int32, device=first.device).expand(first.shape)
+    begin = index - causal_part.position
+    # A token belongs to the span when no token since its document's beginning is outside of it.
+    last_outside = torch.where(prefix, -1, index).cummax(dim=1).values
+    return Visibility(torch.where(last_outside < begin, begin, index).int(), causal_part.limit, causal_part.position)
+
+
+def without_padding(rule: Visibility, real: Tensor) -> Visibility:
+    """The same rule with the tokens outside of `real`, bool [B, T], as padding at the end of rows."""
+    index = torch.arange(real.shape[1], dtype=torch.int32, device=real.device).expand(real.shape)
+    length = real.sum(1, keepdim=True, dtype=torch.int32)
+    return Visibility(
+        torch.where(real, rule.start, index).int(),
+        torch.where(real, torch.minimum(rule.limit, length), index + 1).int(),
+        torch.where(real, rule.position, 0).int(),
+    )

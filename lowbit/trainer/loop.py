@@ -21,8 +21,8 @@ from lowbit.errors import Interrupted, NonFiniteError
 from lowbit.trainer.console import Console
 from lowbit.trainer.ema import Ema
 from lowbit.trainer.engine import Engine
-from lowbit.trainer.experts import ExpertLoads
 from lowbit.trainer.guard import SignalGuard, SpikeScore, first_bad
+from lowbit.trainer.layer_metrics import LayerMetrics
 from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog
 from lowbit.trainer.objective import Objective
@@ -86,7 +86,7 @@ class Trainer:
         self.stabilisers = stabilisers
         self.ema = ema
         self.position = position or Position()
-        self.experts = ExpertLoads(engine.model, engine.ranks)
+        self.layers = LayerMetrics(engine.model, engine.ranks)
         self._signals = SignalGuard()
         self._stop = False  # whether some rank was asked to end; the same on all of them
 
@@ -128,7 +128,7 @@ class Trainer:
         valid, tokens = engine.ranks.sum(mine)
         scale = lr_scale(config.optim.schedule, position.step, self.progress)
         self._begin_step(batches, valid)
-        self.experts.begin_step()
+        self.layers.begin_step()
         nll = torch.zeros((), device=engine.device)
         moments: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(batches):
@@ -145,7 +145,7 @@ class Trainer:
         loss, *means = (total / valid for total in engine.ranks.sum(local))
         self._require_finite(loss, grad_norm, batches)
         engine.step(scale, _clip_scale(grad_norm, config.optim.clip_norm))
-        self.experts.end_step()
+        self.layers.end_step()
         position.step += 1
         position.tokens += int(tokens)
         measured = self.stabilisers.after_step(position.step, self.progress)
@@ -205,7 +205,7 @@ class Trainer:
         """Show every step; write those that are due, the last, and those in which something was measured."""
         measured = any(key == "val_bpb" or key.startswith("quant/") for key in row)
         if self._due(self.config.logging.every_steps) or self.done or measured:
-            row |= self.meter.read() | self.experts.read()
+            row |= self.meter.read() | self.layers.read()
             row |= {f"epoch/{name}": value for name, value in self.loader.epochs().items()}
             self.log.log(row)
         self.console.step(row, self.progress)

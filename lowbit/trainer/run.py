@@ -34,7 +34,6 @@ from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.ema import Ema
 from lowbit.trainer.engine import Engine, LocalEngine
 from lowbit.trainer.evaluate import Evaluation, evaluate
-from lowbit.trainer.experts import without_state
 from lowbit.trainer.guard import SpikeScore
 from lowbit.trainer.hardware import (
     MFU_FORMULA,
@@ -47,6 +46,7 @@ from lowbit.trainer.hardware import (
 )
 from lowbit.trainer.imported import begin_from
 from lowbit.trainer.launch import open_ranks
+from lowbit.trainer.layer_metrics import without_state
 from lowbit.trainer.loaded import LoadedRun, build_model, dataset_of, load_run, open_snapshot, shown_path
 from lowbit.trainer.lock import RunLock
 from lowbit.trainer.loop import Hooks, Position, Trainer

@@ -1,5 +1,7 @@
 """Attention against FP64 softmax attention spelled out, and the BlockMask against the dense rule."""
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -122,6 +124,78 @@ def test_block_mask_is_as_sparse_as_the_librarys() -> None:
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
     assert torch.equal(ours.q_num_blocks, theirs.q_num_blocks)
+
+
+def _tree_rule(length: int) -> Visibility:
+    """Branches at random: each token opens an interval inside the innermost one."""
+    rule = causal(1, length)
+    seed, open_limits = random.Random(length), [length]
+    for token in range(length):
+        while open_limits[-1] <= token:
+            open_limits.pop()
+        if seed.random() < 0.1:
+            open_limits.append(seed.randint(token + 1, open_limits[-1]))
+        rule.limit[0, token] = open_limits[-1]
+    rule.validate(tree=True)
+    return rule
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, 500])
+@pytest.mark.parametrize("window", [None, 1, 30, 128, 300])
+@pytest.mark.parametrize("kind", ["causal", "documents", "tree", "prefix"])
+def test_block_mask_is_the_librarys(length: int, window: int | None, kind: str) -> None:
+    """The same pairs, and without a window the very same blocks; with one at most blocks that hold no pair more."""
+    rule = (
+        _tree_rule(length) if kind == "tree" else causal(1, length) if kind == "causal" else _some_rule(1, length, kind)
+    )
+    position = rule.position
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = (rule.start[b, k] <= q) & (q < rule.limit[b, k])
+        return seen if window is None else seen & ((position[b, q] - position[b, k]).abs() < window)
+
+    theirs = create_block_mask(visible, 1, None, length, length, device="cpu")
+    ours = block_mask(rule, window)
+    extra = ours.to_dense() - theirs.to_dense()
+    assert extra.min() >= 0
+    if window is None or kind == "causal":
+        assert not extra.any()
+        if length % 128 == 0:  # they count an incomplete last block as full, we never do
+            for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+                assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert ours.mask_mod is not None
+    index = torch.arange(length)
+    zero = torch.zeros((), dtype=torch.int64)
+    pairs = ours.mask_mod(zero, zero, index[:, None], index[None])
+    assert torch.equal(pairs, dense_mask(rule, window)[0, 0])
+    # Blocks that are listed as full must hold visible pairs only.
+    blocks = -(-length // 128)
+    dense = torch.zeros(blocks * 128, blocks * 128, dtype=torch.bool)
+    dense[:length, :length] = pairs
+    every = dense.unflatten(0, (blocks, 128)).unflatten(2, (blocks, 128)).transpose(1, 2).flatten(2).all(-1)
+    assert ours.full_kv_num_blocks is not None and ours.full_kv_indices is not None
+    for row in range(blocks):
+        for column in ours.full_kv_indices[0, 0, row, : int(ours.full_kv_num_blocks[0, 0, row])]:
+            assert every[row, column]
+
+
+@pytest.mark.parametrize("kind", ["none", "documents", "tree"])
+@pytest.mark.parametrize("window", [1, 5, 20, 100])
+def test_local_attention_matches_fp64(kind: str, window: int) -> None:
+    """|position difference| < window, on top of what is visible; at least as long as the sequence it is global."""
+    length = 37
+    rule = None if kind == "none" else _tree_rule(length) if kind == "tree" else _some_rule(1, length, kind)
+    q, k, v = torch.randn(1, 4, length, 16), torch.randn(1, 2, length, 16), torch.randn(1, 2, length, 16)
+    mask = prepare_mask(rule, 1, length, "cpu", window)
+    assert (mask is None) == (kind == "none" and window >= length)
+    out = attention(q, k, v, mask)
+    shown = rule or causal(1, length)
+    visible = torch.zeros(1, 1, length, length, dtype=torch.bool)
+    for i in range(length):
+        for j in range(length):
+            near = abs(int(shown.position[0, i]) - int(shown.position[0, j])) < window
+            visible[0, 0, i, j] = near and int(shown.start[0, j]) <= i < int(shown.limit[0, j])
+    torch.testing.assert_close(out.double(), _plain(q, k, v, visible, 0.25), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [128, 200])

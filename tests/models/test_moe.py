@@ -200,19 +200,19 @@ def test_initialisation() -> None:
 
 def test_a_model_gathers_the_losses_and_loads_of_its_layers() -> None:
     model = _model(_with(first_dense=1))
-    assert model.take_auxiliary() is None and model.take_statistics() is None
+    assert model.take_auxiliary() is None and model.take_measured() is None
     model(_tokens())
     loss = model.take_auxiliary()
     assert loss is not None and loss.requires_grad and model.take_auxiliary() is None
     # At the start logits are small: each of two layers is nearly balanced, with logsumexp near log 6.
     assert float(loss.detach()) == pytest.approx(2 * (0.3 + 0.2 * 1.7918**2), rel=0.05)
     model(_tokens(1))
-    taken = model.take_statistics()
-    assert taken is not None and taken[1] == 2 and taken[0].shape == (2, 6 + 3)
-    assert taken[0][:, :6].sum(1).tolist() == [3 * 23 * 2] * 2
+    taken = model.take_measured()
+    assert taken is not None and taken.routing is not None and taken.passes == 2 and taken.routing.shape == (2, 6 + 3)
+    assert taken.routing[:, :6].sum(1).tolist() == [3 * 23 * 2] * 2
     with torch.no_grad():
         model(_tokens())
-    assert model.take_auxiliary() is None and model.take_statistics() is None
+    assert model.take_auxiliary() is None and model.take_measured() is None
     assert _model(dataclasses.replace(CONFIG, moe=MoeConfig())).take_auxiliary() is None
 
 
@@ -222,10 +222,10 @@ def test_recomputation_changes_nothing(recompute: Recompute) -> None:
         model = _model(_with(bias_rate=0.1))
         model.set_recompute(how)
         hidden = model(_tokens())
-        auxiliary, statistics = model.take_auxiliary(), model.take_statistics()
-        assert auxiliary is not None and statistics is not None
+        auxiliary, measured = model.take_auxiliary(), model.take_measured()
+        assert auxiliary is not None and measured is not None and measured.routing is not None
         (hidden.square().sum() + auxiliary).backward()
-        return [statistics[0], *(p.grad for p in model.parameters() if p.grad is not None)]
+        return [measured.routing, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     for ours, plain in zip(gradients(recompute), gradients(Recompute.none), strict=True):
         assert torch.equal(ours, plain)

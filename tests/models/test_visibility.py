@@ -5,7 +5,7 @@ import torch
 
 from lowbit.errors import DataError
 from lowbit.models.attention import dense_mask
-from lowbit.models.visibility import Visibility, causal, documents
+from lowbit.models.visibility import Visibility, causal, documents, prefixes, without_padding
 
 
 def test_causal_is_the_lower_triangle() -> None:
@@ -68,3 +68,51 @@ def test_validate_names_a_wrong_type_or_shape() -> None:
         Visibility(rule.start, rule.limit, rule.position[:, 1:]).validate()
     with pytest.raises(DataError, match="bool tensor"):
         documents(torch.zeros(2, 8))
+
+
+def test_prefixes_see_each_other_and_nothing_of_other_documents() -> None:
+    torch.manual_seed(4)
+    first, prefix = torch.rand(3, 30) < 0.15, torch.rand(3, 30) < 0.7
+    rule = prefixes(first, prefix)
+    number = first.long().cumsum(1) * first.any() + torch.where(first[:, :1], 0, 1)
+    rule.validate(document=number)
+    mask = dense_mask(rule)
+    for row in range(3):
+        begins = [0, *(t for t in range(1, 30) if first[row, t])]
+        for begin, end in zip(begins, [*begins[1:], 30], strict=True):
+            span = begin
+            while span < end and prefix[row, span]:
+                span += 1
+            for i in range(begin, end):
+                seen = [j for j in range(30) if mask[row, 0, i, j]]
+                assert seen == list(range(begin, max(i + 1, span if i < span else 0)))
+
+
+def test_padding_sees_itself_alone() -> None:
+    real = torch.arange(10)[None] < torch.tensor([[10], [6], [1]])
+    rule = without_padding(documents(torch.arange(10).expand(3, 10) % 4 == 0), real)
+    rule.validate()
+    mask, plain = dense_mask(rule)[:, 0], dense_mask(documents(torch.arange(10).expand(3, 10) % 4 == 0))[:, 0]
+    for row in range(3):
+        for i in range(10):
+            expected = plain[row, i] & real[row] if real[row, i] else torch.arange(10) == i
+            assert torch.equal(mask[row, i], expected)
+
+
+def test_validation_of_documents_and_trees_names_the_token() -> None:
+    rule = documents(torch.arange(8).expand(2, 8) % 4 == 0)
+    number = (torch.arange(8) // 4).expand(2, 8)
+    rule.validate(document=number, tree=True)
+    rule.limit[1, 2] = 6
+    with pytest.raises(DataError, match=r"limit\[1, 2\] = 6 of token 2 in row 1: lies beyond the end of its document"):
+        rule.validate(document=number)
+    rule.limit[1, 2], rule.start[0, 5] = 4, 3
+    with pytest.raises(DataError, match=r"start\[0, 5\] = 3 of token 5 in row 0: is a token of another document"):
+        rule.validate(document=number)
+    rule.start[0, 5] = 5
+    rule.limit[0, 1] = 3  # a branch of tokens 1 and 2
+    rule.limit[0, 2] = 3
+    rule.validate(document=number, tree=True)
+    rule.limit[0, 2] = 4
+    with pytest.raises(DataError, match=r"limit\[0, 2\] = 4 of token 2 in row 0: ends behind that of a token"):
+        rule.validate(document=number, tree=True)

@@ -24,7 +24,7 @@ from lowbit.configs.schema import (
     RopeScaling,
 )
 from lowbit.errors import CheckpointError
-from lowbit.models.cost import head_dim_of
+from lowbit.models.cost import head_dim_of, kv_owners, window_of
 
 CONFIG = "config.json"
 
@@ -127,13 +127,15 @@ class _Reader:
                 f"{self.path}: the weights are quantised ({kind}): import the original in BF16 or FP32"
             )
         heads = self.number("num_attention_heads")
+        layers = self.number("num_hidden_layers")
         model = ModelConfig(
             name=str(self.path.parent.resolve().name),
-            layers=self.number("num_hidden_layers"),
+            layers=layers,
             width=self.number("hidden_size"),
             heads=heads,
             kv_heads=self.number("num_key_value_heads", heads),
             head_dim=self.head_dim(heads),
+            windows=self.windows(layers),
             mlp=MlpKind.swiglu,
             mlp_width=self.number("intermediate_size"),
             moe=self.moe(),
@@ -147,7 +149,6 @@ class _Reader:
             init_std=self.number("initializer_range", 0.02),
             vocab_rows=self.number("vocab_size"),
         )
-        self.windows(model)
         return HfConfig(self.family, model, self.number("vocab_size"))
 
     def head_dim(self, heads: int) -> int | None:
@@ -180,11 +181,24 @@ class _Reader:
             z_loss=0.0,
         )
 
-    def windows(self, model: ModelConfig) -> None:
-        window = self.raw.get("sliding_window")
+    def windows(self, layers: int) -> list[int]:
+        """Window of each layer; nothing where all are global."""
         used = self.raw.get("use_sliding_window", self.family is Family.mixtral)
-        if window is not None and used and window < model.max_sequence:
-            raise self.wrong("sliding_window", "is not supported yet")
+        if self.raw.get("sliding_window") is None or not used or self.family in (Family.llama, Family.olmo2):
+            if set(self.raw.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+                raise self.wrong("layer_types", "is not supported without a sliding_window")
+            return []
+        window = int(self.number("sliding_window"))
+        if self.family is not Family.qwen3:
+            return [window]
+        kinds = self.raw.get("layer_types")
+        if kinds is None:
+            first = self.number("max_window_layers", 28)
+            kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+        if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+            raise self.wrong("layer_types", f"must say sliding_attention or full_attention for each of {layers} layers")
+        windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
+        return windows if any(windows) else []
 
     def rope(self) -> RopeConfig:
         """Either spelling of the rotary settings."""
@@ -238,8 +252,20 @@ def family_of(config: ModelConfig) -> Family:
         raise _no_family(f"model.mlp={config.mlp}", "only swiglu networks have one")
     if config.logit_softcap is not None:
         raise _no_family(f"model.logit_softcap={config.logit_softcap}", "none of ours caps its logits")
-    if config.moe.experts:
-        return _moe_family(config)
+    if len(kv_owners(config)) < config.layers:
+        raise _no_family(f"model.kv_from={config.kv_from}", "none of ours shares keys and values between layers")
+    family = _moe_family(config) if config.moe.experts else _dense_family(config)
+    windows = {window_of(config, layer) for layer in range(config.layers)}
+    one_window = len(windows - {0}) == 1
+    everywhere = family in (Family.mixtral, Family.qwen3_moe) and len(windows) == 1
+    if windows != {0} and not (one_window and (family is Family.qwen3 or everywhere)):
+        raise _no_family(
+            f"model.windows={config.windows}", "Qwen3 has one window, Mixtral and Qwen3-MoE in every layer"
+        )
+    return family
+
+
+def _dense_family(config: ModelConfig) -> Family:
     norms = (config.norm_placement, config.qk_norm_scope if config.qk_norm else None)
     families = {
         (NormPlacement.before, None): Family.llama,
@@ -311,7 +337,20 @@ def write_config(config: ModelConfig, vocab_size: int, dtype: str, eos_id: int |
     }
     if family is Family.llama:
         values["mlp_bias"] = False
-    return values | _written_experts(config, family)
+    return values | _written_windows(config, family) | _written_experts(config, family)
+
+
+def _written_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
+    windows = [window_of(config, layer) for layer in range(config.layers)]
+    if not any(windows):
+        return {} if family in (Family.llama, Family.olmo2) else {"sliding_window": None}
+    values: dict[str, Any] = {"sliding_window": max(windows)}
+    if family is not Family.mixtral:
+        values["use_sliding_window"] = True
+    if family is Family.qwen3:
+        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+        values |= {"layer_types": kinds, "max_window_layers": 0}
+    return values
 
 
 def _written_experts(config: ModelConfig, family: Family) -> dict[str, Any]:

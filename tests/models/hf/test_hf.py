@@ -1,5 +1,6 @@
 """Imported and exported models against `transformers`: logits, every tensor's bits, each way a folder can be wrong."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from lowbit.configs.schema import (
     RopeScaling,
 )
 from lowbit.errors import CheckpointError
+from lowbit.models.cost import window_of
 from lowbit.models.hf.config import Family, family_of, read_config, write_config
 from lowbit.models.hf.folder import INDEX, SINGLE, TensorFolder
 from lowbit.models.hf.load import load_model
@@ -54,6 +56,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 CASES: dict[str, tuple[Family, dict[str, Any]]] = {
     "llama": (Family.llama, {}),
     "llama tied": (Family.llama, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -61,6 +64,21 @@ CASES: dict[str, tuple[Family, dict[str, Any]]] = {
     "llama linear": (Family.llama, {"rope_parameters": LINEAR, "num_key_value_heads": 1}),
     "qwen3": (Family.qwen3, {"head_dim": 16}),
     "qwen3 yarn tied": (Family.qwen3, {"head_dim": 8, "rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3 local": (
+        Family.qwen3,
+        {
+            "head_dim": 8,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3 local above": (
+        Family.qwen3,
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "mixtral local": (Family.mixtral, {"num_local_experts": 3, "sliding_window": 10}),
+    "qwen3 moe local": (Family.qwen3_moe, {**EXPERTS, "use_sliding_window": True, "sliding_window": 5}),
     "mixtral": (Family.mixtral, {"num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": None}),
     "qwen3 moe": (
         Family.qwen3_moe,
@@ -126,14 +144,10 @@ def test_an_imported_model_computes_the_same_and_comes_back_bit_by_bit(case: Pat
         assert ours.names() == theirs.names()
         for name in ours.names():
             assert torch.equal(ours.read(name), theirs.read(name)), name
-    assert read_config(back).model == _named(read_config(case).model, "ours")
+    ours_again, theirs_read = read_config(back).model, read_config(case).model
+    assert [window_of(ours_again, i) for i in range(3)] == [window_of(theirs_read, i) for i in range(3)]
+    assert dataclasses.replace(ours_again, windows=[]) == dataclasses.replace(theirs_read, windows=[], name="ours")
     assert compare(model, back, tokens()).first_drift(1e-4) is None
-
-
-def _named(config: ModelConfig, name: str) -> ModelConfig:
-    import dataclasses
-
-    return dataclasses.replace(config, name=name)
 
 
 @pytest.mark.parametrize("form", ["rope_scaling", "type"])
@@ -199,6 +213,7 @@ def _edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None
 BAD_CONFIGS = [
     ({"model_type": "gpt2"}, 'model_type="gpt2" is not an architecture that lowbit has \\(llama, qwen3'),
     ({"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported'),
+    ({"layer_types": ["chunked_attention"] * 3}, "is not supported without a sliding_window"),
     ({"attention_bias": True}, "attention_bias=true is not supported"),
     ({"hidden_size": "wide"}, 'hidden_size="wide" must be a number'),
     ({"num_hidden_layers": None}, "num_hidden_layers=null must be a number"),
@@ -313,6 +328,9 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"mlp": MlpKind.relu2}, "model.mlp=relu2"),
+        ({"kv_from": [0, 0, 2, 2]}, r"model.kv_from=\[0, 0, 2, 2\]"),
+        ({"windows": [4, 8]}, r"model.windows=\[4, 8\]"),
+        ({"windows": [4, 0], "qk_norm": False}, r"model.windows=\[4, 0\]"),
         ({"moe": MoeConfig(experts=4, shared=1)}, "model.moe.shared=1"),
         ({"moe": MoeConfig(experts=4, bias_rate=0.1)}, "model.moe.bias_rate=0.1"),
         ({"moe": MoeConfig(experts=4, gate=GateKind.sigmoid)}, "model.moe.gate=sigmoid"),

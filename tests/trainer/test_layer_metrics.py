@@ -14,7 +14,7 @@ from lowbit.data.batch import Batch
 from lowbit.models.router import Router
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.distributed import ALONE
-from lowbit.trainer.experts import ExpertLoads
+from lowbit.trainer.layer_metrics import LayerMetrics
 from lowbit.trainer.objective import NextToken, run_objective
 from lowbit.trainer.optim import build_optimizer
 from lowbit.trainer.run import load_run, pretrain
@@ -103,7 +103,7 @@ def test_biases_even_out_a_tilted_load(moe_run: RunConfig) -> None:
         router.weight.normal_(0.0, 0.2)
         assert router.bias is not None
         router.bias[3] = 1.0
-    loads = ExpertLoads(model, ALONE)
+    loads = LayerMetrics(model, ALONE)
     tokens = torch.randint(0, 50, (4, 64))
     history = []
     for _ in range(120):
@@ -116,7 +116,7 @@ def test_biases_even_out_a_tilted_load(moe_run: RunConfig) -> None:
 def test_what_was_measured_outside_of_training_is_forgotten(moe_run: RunConfig) -> None:
     model = Transformer(moe_run.model, 50)
     model.init_weights(1)
-    loads = ExpertLoads(model, ALONE)
+    loads = LayerMetrics(model, ALONE)
     model(torch.randint(0, 50, (2, 8)))
     loads.begin_step()
     loads.end_step()

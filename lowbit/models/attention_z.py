@@ -1,0 +1,124 @@
+"""Attention with its logsumexp, differentiable: what Attention Z-Reg needs.
+
+With logits s_ij and z_i = log sum_j exp(s_ij), Z-Reg (Character.AI, 2025) adds lambda/2 * z_i^2 to what is trained for,
+scaled by 1 / (heads * layers * tokens), so that the logits stay small where BF16 is fine: a step is 1/128 at 1 and 1/2
+at 64. Only the gradient is ever computed: with g_i = dL/dz_i it is
+
+    dS_ij += g_i P_ij,   so   dS = P * (dO V^T - D + g)   with   D_i = sum_d dO_id O_id
+
+FlexAttention's logsumexp is differentiable. The other kernels know no g, but do know V, O and dO: one more column, 1 in
+V, 0 in O and g in dO, adds g_i * 1 to (dO V^T)_ij and nothing to D_i. So the forward pass runs as always and only the
+backward call sees the wider tensors, eight columns wider for the kernels' alignment. Logits are never materialised.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from lowbit.models.attention import AttentionMask, compiled_flex
+
+COLUMNS = 8
+"""Columns added in the backward call: one would do, kernels want multiples of eight."""
+CUDNN_WIDEST = 128
+"""Widest head that cuDNN's backward pass takes on Hopper."""
+_aten = torch.ops.aten
+
+
+def attention_with_z(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `attention`, and z [B, H, T], FP32: the logsumexp of each query's visible logits. Both are differentiable."""
+    if isinstance(mask, BlockMask):
+        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
+        grouped = k.shape[1] != q.shape[1]
+        out, z = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped, return_lse=True)
+        return out, z
+    share = q.shape[1] // k.shape[1]
+    if share > 1:  # these kernels want as many heads of k and v as of q
+        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    out, z = _WithZ.apply(q, k, v, mask, scale or q.shape[-1] ** -0.5)  # type: ignore[no-untyped-call]
+    return out, z
+
+
+class _WithZ(torch.autograd.Function):
+    """Attention by a kernel that returns its logsumexp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *more = _forward(q, k, v, mask, scale)
+        ctx.save_for_backward(q, k, v, mask, out, lse, *(t for t in more if isinstance(t, Tensor)))
+        ctx.numbers = [n for n in more if not isinstance(n, Tensor)]
+        ctx.scale = scale
+        return out, lse.float().reshape(q.shape[:3])
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse, *tensors = ctx.saved_tensors
+        width = q.shape[-1]
+
+        def wider(x: Tensor, column: Tensor | float | None = None) -> Tensor:
+            x = F.pad(x, (0, COLUMNS))
+            if column is not None:
+                x[..., width] = column
+            return x
+
+        grads = _backward(
+            wider(grad_out, grad_z.to(grad_out.dtype)),
+            wider(q),
+            wider(k),
+            wider(v, 1.0),
+            wider(out),
+            lse,
+            mask,
+            tensors,
+            ctx.numbers,
+            ctx.scale,
+        )
+        dq, dk, dv = (grad[..., :width] for grad in grads)
+        return dq, dk, dv, None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Any:
+    """(out, logsumexp, whatever else the backward call wants)."""
+    if not q.is_cuda:
+        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask is None, attn_mask=bias, scale=scale
+        )
+    assert mask is None, "other masks than plain causal are FlexAttention's on a GPU"
+    if q.shape[-1] + COLUMNS <= CUDNN_WIDEST:
+        found = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
+    else:
+        found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+    return found[:-1]
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    tensors: list[Tensor],
+    numbers: list[int],
+    scale: float,
+) -> Any:
+    """Gradients of q, k and v, all of them with the added columns."""
+    if not q.is_cuda:
+        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=bias, scale=scale
+        )
+    cum_q, cum_k, seed, offset = tensors
+    if q.shape[-1] <= CUDNN_WIDEST:
+        return _aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, *numbers, 0.0, True, scale=scale
+        )
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, cum_q, cum_k, *numbers, 0.0, True, seed, offset, scale=scale
+    )
