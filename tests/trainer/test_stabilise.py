@@ -425,6 +425,29 @@ def test_statistics_of_compiled_blocks_leave_no_trace(small: RunConfig, tmp_path
     assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
 
 
+@pytest.mark.gpu
+def test_a_compiled_run_on_a_gpu_with_everything(small: RunConfig, tmp_path: Path) -> None:
+    """BF16, compiled blocks, both stabilisers, statistics: it learns, and a resume inside a window changes no bit."""
+    torch._dynamo.reset()
+    config = replace(
+        small,
+        device="cuda",
+        model=replace(small.model, width=128, mlp_width=256),
+        engine=replace(small.engine, compile=CompileMode.on),
+        precision=replace(
+            precision(osci=OSCI, out=OUT, statistics=StatisticsConfig(every_steps=3)), compute=ComputeDtype.bf16
+        ),
+    )
+    pretrain(config, tmp_path / "whole")
+    found = rows(tmp_path / "whole")
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert [row["step"] for row in found if "quant/reset_share" in row] == [7]
+    assert [row["step"] for row in found if "quant/blocks.0.mlp.up/weight/amax" in row] == [3, 6]
+    resume = str(tmp_path / "whole" / "checkpoints" / "step_00000005")
+    pretrain(replace(config, resume=resume), tmp_path / "resumed")
+    assert differing(tensors(tmp_path / "whole", 8), tensors(tmp_path / "resumed", 8)) == []
+
+
 def test_first_sequences() -> None:
     weights = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     ids, numbers = torch.arange(6).reshape(3, 2), torch.arange(6, dtype=torch.int32).reshape(3, 2)
