@@ -130,7 +130,7 @@ class LowbitLinear(Linear):
         Layers whose policies differ are called one by one; so are, without gradients, layers that hooks watch.
         """
         layers = [self, *(o for o in others if isinstance(o, LowbitLinear) and self.computes_as(o))]
-        watched = bool(others) and not torch.is_grad_enabled() and any(o._forward_hooks for o in (self, *others))
+        watched = len(others) > 0 and not torch.is_grad_enabled() and any(o._forward_hooks for o in (self, *others))
         if watched or len(layers) <= len(others):
             return tuple(linear(x) for linear in (self, *others))
         if not self.policy.quantised:
