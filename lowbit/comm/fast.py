@@ -34,6 +34,7 @@ from lowbit.comm.grid import (
     EXPONENT_MIN,
     FP32_MANTISSA,
     HALF_EIGHTHS,
+    LARGEST_BITS,
     SHRINK,
     SQ48,
     SQ96,
@@ -56,7 +57,7 @@ CHUNK = 32 * TILE
 microsecond however short the rows are.
 """
 
-INFINITY = 0x7F800000
+INFINITY, FINITE = 0x7F800000, 0x7F7FFFFF
 MAGNITUDES = np.uint64(0x7FFFFFFF_7FFFFFFF)
 OFFSET = 1016
 """Tables over s, a scale in eighths of an octave, begin at s = -1016: entry s + OFFSET."""
@@ -88,8 +89,8 @@ class FastTables:
 
 
 def _entries(grid: Grid, search: bool, bits: int) -> Tensor:
-    """int32: what a value at step i of its block's scale means. Steps go up to 9% beyond the grid, where scales
-    saturate; those have the highest level.
+    """int32: what a value at step i of its block's scale means. Without the search steps go 4.5% beyond the grid; those
+    have the highest level.
     """
     above = 2 * bits + grid.block.bit_length() - 1
     q, q_shrunk = grid.codes(), grid.codes(SHRINK)
@@ -228,6 +229,7 @@ class Encoding:
         self.grid, self.search, self.t, self.blocks = coder.grid, coder.search, coder.tables, blocks
         pairs, size = self.grid.block // 2, blocks * self.grid.block
         self.pairs = pairs
+        self.finite = FINITE if self.grid is SQUINCH else LARGEST_BITS
         self.flat = torch.empty(size, dtype=torch.float32)
         self.ratios = torch.empty(size, dtype=torch.float32)
         self.index = torch.empty(size, dtype=torch.int32)
@@ -268,8 +270,8 @@ class Encoding:
         np.maximum.reduce(self.ratio_bits, axis=0, out=self.by_pair)
         np.maximum(self.by_pair[:, 0], self.by_pair[:, 1], out=largest)
         bad = None
-        if (highest := largest.max()) >= INFINITY:
-            bad = largest >= INFINITY
+        if (highest := largest.max()) > self.finite:
+            bad = largest > self.finite
             largest[bad] = 0
             ratio[:, bad] = 0
         reciprocal = self._squinch_scale() if self.grid is SQUINCH else self._eighth_scale(planes)
@@ -391,7 +393,6 @@ class Encoding:
             np.right_shift(eighth, 20, out=eighth)
             np.greater(largest, self._look_up(self.t.half_bits), out=self.flag)
         np.add(eighth, self.flag, out=eighth)
-        np.minimum(eighth, EIGHTHS_MAX + OFFSET, out=eighth)
         tiles, per_tile = planes.exponents.size, TILE // self.grid.block
         highest = np.maximum.reduceat(eighth, np.arange(tiles) * per_tile)
         exponent = np.minimum(np.maximum((highest - OFFSET + 7) >> 3, EXPONENT_MIN), EXPONENT_MAX)

@@ -45,7 +45,10 @@ EXPONENT_MIN, EXPONENT_MAX = -80, 128
 blocks whose largest magnitude lies under about 2**-112 are sent as zeros."""
 
 EIGHTHS_MAX = 1023
-"""The largest scale, 2**127.875: larger magnitudes saturate at it (8% under FP32's largest)."""
+"""The largest scale, 2**127.875. A block with a larger magnitude (FP32 goes 9% further) counts as not finite."""
+
+LARGEST_BITS = 254 << 23 | EIGHTHS[7]
+"""Its FP32 bits."""
 
 CODE_ZERO, CODE_MAX, CODE_NAN = 0, 254, 255
 

@@ -10,7 +10,7 @@ value the level nearest to |x| / scale in the companded domain (`grid`). Differe
   eight octaves below. `search=False` takes the s nearest to 8 log2 m instead and saves the second look (0.3 dB worse).
 
 Signal to noise on normal values: 26.4, 28.7 and 30.8 dB. All-zero blocks decode to zero. Blocks that hold an Inf or a
-NaN decode to NaN, so that checks for overflow see them.
+NaN decode to NaN, so that checks for overflow see them; in sq48 and sq96 those with a magnitude above 2**127.875 too.
 
 Stochastic rounding (`noise`) keeps the mean: q goes up with the probability (|x| / unit - level[q]) / (level[q + 1] -
 level[q]). It costs 3 to 4 dB a step and pays only where all ranks send almost the same values.
@@ -34,6 +34,7 @@ from lowbit.comm.grid import (
     EXPONENT_MAX,
     EXPONENT_MIN,
     HALF_EIGHTHS,
+    LARGEST_BITS,
     SHRINK,
     SQ48,
     SQ96,
@@ -46,8 +47,7 @@ from lowbit.comm.grid import (
 )
 from lowbit.comm.noise import Noise
 
-_INFINITY = 0x7F800000
-_MAGNITUDE = 0x7FFFFFFF
+_FINITE = 0x7F7FFFFF
 
 
 class Tables(NamedTuple):
@@ -115,8 +115,8 @@ class ReferenceSquinch(Codec):
         blocks = torch.zeros(at.blocks * grid.block, dtype=torch.float32, device=x.device)
         blocks[:n] = x
         blocks = blocks.view(at.blocks, grid.block)
-        largest = blocks.abs().amax(1)
-        finite = (largest.view(torch.int32) & _MAGNITUDE) < _INFINITY
+        largest = blocks.abs().amax(1)  # NaN where one value is
+        finite = largest.view(torch.int32) <= (_FINITE if grid is SQUINCH else LARGEST_BITS)
         largest = torch.where(finite, largest, 0.0)
         blocks = torch.where(finite[:, None], blocks, 0.0)
         exponents = torch.zeros(0, dtype=torch.uint8, device=x.device)
@@ -148,7 +148,6 @@ class ReferenceSquinch(Codec):
         bits = largest.view(torch.int32).long()
         steps = torch.tensor(EIGHTHS if exact else HALF_EIGHTHS, device=largest.device)
         eighth = 8 * ((bits >> 23) - 127) + ((bits & 0x7FFFFF)[:, None] > steps).sum(1)
-        eighth = eighth.clamp(max=EIGHTHS_MAX)
         per_tile = TILE // self.grid.block
         padded = torch.nn.functional.pad(eighth, (0, tiles * per_tile - eighth.numel()), value=-2048)
         highest = padded.view(tiles, per_tile).amax(1) if tiles else padded

@@ -92,14 +92,14 @@ class Oracle:
         exponents: list[int] = []
         per_tile = 4096 // spec.block
         for b, row in enumerate(rows):
-            finite = bool(np.isfinite(row).all())
+            finite = self.is_finite(row)
             m = F32(np.abs(row).max()) if finite else F32(0)
             if self.name == "squinch":
                 scale, q = self.squinch_block(row, m)
             else:
                 if b % per_tile == 0:
                     tile = rows[b : b + per_tile]
-                    sizes = [F32(np.abs(r).max()) for r in tile if np.isfinite(r).all()]
+                    sizes = [F32(np.abs(r).max()) for r in tile if self.is_finite(r)]
                     exponents.append(self.tile_exponent(max(sizes, default=F32(0))))
                 scale, q = self.eighth_block(row, m, exponents[-1])
             if not finite:
@@ -112,6 +112,10 @@ class Oracle:
             tiles = -(-n // 4096)
             out += bytes(e + 127 for e in exponents[:tiles]) + bytes(-tiles % 16)
         return out + bytes(scales) + self.pack(codes)
+
+    def is_finite(self, row: np.ndarray) -> bool:
+        """sq48 and sq96 end at 2**127.875."""
+        return bool(np.isfinite(row).all() and (self.name == "squinch" or np.abs(row).max() <= eighth_scale(1023)))
 
     def pack(self, codes: list[tuple[list[int], list[int]]]) -> bytes:
         if self.name != "sq96":

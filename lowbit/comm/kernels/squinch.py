@@ -24,6 +24,7 @@ from lowbit.comm import message as messages
 from lowbit.comm.grid import (
     EIGHTHS,
     HALF_EIGHTHS,
+    LARGEST_BITS,
     SHRINK,
     SQ48,
     SQ96,
@@ -35,13 +36,16 @@ from lowbit.comm.grid import (
     squinch_units,
 )
 
-WARPS = 8
+WARPS = 16
+"""One block of 8 values a thread: then no value changes threads between load and store."""
+
 ROUND = tl.constexpr(8388608.0)
 """2**23: x + ROUND, 0 <= x < 2**22, holds the nearest whole number in its low bits."""
 ROUND_BITS = tl.constexpr(0x4B000000)
 INFINITY = tl.constexpr(0x7F800000)
 QUIET_NAN = tl.constexpr(0x7FC00000)
-MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+SIGN = tl.constexpr(-2147483648)
+LARGEST = tl.constexpr(LARGEST_BITS)
 LINEAR = tl.constexpr(6 * math.log(2) / 2**23)
 LINEAR_BIAS = tl.constexpr(128.99 - 127 * 6 * math.log(2))
 SIZE = tl.constexpr(TILE)
@@ -92,7 +96,7 @@ def _scales(largest, floats, integers, PUBLISHED: tl.constexpr, SEARCH: tl.const
             eighth = (largest + 524288) >> 20
             middle = tl.load(integers + STEPS_OF_HALVES + (eighth & 7))
         eighth += (largest > (((eighth >> 3) << 23) | middle)).to(tl.int32)
-        eighth = tl.minimum(eighth - 1016, 1023)
+        eighth -= 1016
         highest = tl.max(eighth, axis=0)
         exponent = tl.minimum(tl.maximum((highest + 7) >> 3, -80), 128)
         base = 8 * exponent - 254
@@ -122,10 +126,12 @@ def _look(  # type: ignore[no-untyped-def]
     """Part of the blocks [blocks, part] -> levels under either scale, as 2**23 + q, and what the second would change in
     the squared error [blocks].
     """
-    step = tl.minimum(tl.abs(x) * reciprocal[:, None], STEPS) + ROUND
+    ratio = tl.abs(x) * reciprocal[:, None]
     if PUBLISHED:
+        step = tl.minimum(ratio, STEPS) + ROUND
         q = _approximate((step - ROUND) * (LEVELS * LEVELS / STEPS), "sqrt", APPROXIMATE) + ROUND
     else:
+        step = ratio + ROUND
         logarithm = tl.fma(_approximate(step - ROUND, "lg2", APPROXIMATE), INVERSE, OFFSET)
         position = _approximate(logarithm, "ex2", APPROXIMATE)
         q = position + ROUND
@@ -135,7 +141,8 @@ def _look(  # type: ignore[no-untyped-def]
         other = tl.minimum(tl.fma(position, GROW, ROUND), ROUND + LEVELS)
         error = step - _position(q - ROUND, POSITION, APPROXIMATE)
         error_other = step - _position(other - ROUND, POSITION * SHRINK, APPROXIMATE)
-        change = tl.sum(tl.fma(error_other, error_other, -(error * error)), axis=1)
+        square = (error * error).to(tl.int32, bitcast=True) ^ SIGN  # negative: an instruction less than 0 - square
+        change = tl.sum(tl.fma(error_other, error_other, square.to(tl.float32, bitcast=True)), axis=1)
     return q, other, change
 
 
@@ -166,6 +173,20 @@ def _pairs(x, q, carries, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _larger(a, b):  # type: ignore[no-untyped-def]
+    """The larger of two, NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(x, ON_GPU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bits of the largest magnitudes [blocks] of x [blocks, part], NaN's where there is one."""
+    if ON_GPU:  # the magnitude is free in a floating-point instruction; the interpreter takes for ever
+        return tl.reduce(tl.abs(x), 1, _larger).to(tl.int32, bitcast=True)
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1)
+
+
+@triton.jit
 def _write(  # type: ignore[no-untyped-def]
     x0, x1, out, n, tile, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
     PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
@@ -177,9 +198,8 @@ def _write(  # type: ignore[no-untyped-def]
     The first tile also writes the header, the last one zeros after the exponents.
     """
     COUNT: tl.constexpr = SIZE // BLOCK
-    largest0 = tl.max(x0.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
-    largest = tl.maximum(largest0, tl.max(x1.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1))
-    finite = largest < INFINITY
+    largest = tl.maximum(_largest(x0, APPROXIMATE), _largest(x1, APPROXIMATE))
+    finite = largest < INFINITY if PUBLISHED else largest <= LARGEST
     largest = tl.where(finite, largest, 0)
     code, reciprocal, exponent = _scales(largest, floats, integers, PUBLISHED, SEARCH, STEPS)
     carries = largest > 0
@@ -248,7 +268,7 @@ def _unpair(low, high, unit, floats, LEVELS: tl.constexpr):  # type: ignore[no-u
     even = pair // (2 * LEVELS + 1)
     odd = pair - even * (2 * LEVELS + 1)
     signed = tl.reshape(tl.join(even, odd), (low.shape[0], 8)) - LEVELS
-    return _value(tl.minimum(tl.abs(signed), LEVELS), signed & -2147483648, unit, floats, False)
+    return _value(tl.minimum(tl.abs(signed), LEVELS), signed & SIGN, unit, floats, False)
 
 
 @triton.jit
@@ -280,8 +300,8 @@ def _read(  # type: ignore[no-untyped-def]
         j = tl.arange(0, 4)[None, :]
         word = tl.load((message + second_at).to(tl.pointer_type(tl.int32)) + block, inside, 0)[:, None]
         signs = tl.load(message + first_at + block, inside, 0).to(tl.int32)[:, None]
-        x0 = _value((word >> (4 * j)) & 15, (signs << (31 - j)) & -2147483648, unit, floats, PUBLISHED)
-        x1 = _value((word >> (4 * j + 16)) & 15, (signs << (27 - j)) & -2147483648, unit, floats, PUBLISHED)
+        x0 = _value((word >> (4 * j)) & 15, (signs << (31 - j)) & SIGN, unit, floats, PUBLISHED)
+        x1 = _value((word >> (4 * j + 16)) & 15, (signs << (27 - j)) & SIGN, unit, floats, PUBLISHED)
     return x0, x1
 
 
