@@ -125,7 +125,10 @@ class Composition:
             x = rotate(x, self.signs(Product.FPROP), rotation)
         q = quantise(x, operand.spec, stream(Product.FPROP, side))
         after, scale = q.after(), 1.0
-        if after is None or after.numel() > 1:
+        by_row = operand.spec.outer is S.Outer.ROW or (
+            operand.spec.scale is S.Scale.FP32 and operand.spec.block[0] == 1
+        )
+        if after is None or by_row:
             value = fake_quantise(x, operand.spec, stream(Product.FPROP, side))
         else:
             value, scale = q.operand(), after.double()
