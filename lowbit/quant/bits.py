@@ -57,7 +57,9 @@ def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
         assert isinstance(a, Tensor)
         b = torch.full((), f32(b), dtype=torch.float64, device=a.device)
     top = a.double() if isinstance(a, Tensor) else f32(a)
-    return (top / b.double()).float()
+    quotient = (top / b.double()).float()
+    # The compiler drops FP32 between two conversions from and to FP64, as in a quotient of a quotient: look at the bits.
+    return from_pattern(pattern(quotient))
 
 
 def round_to_bf16(x: Tensor) -> Tensor:
