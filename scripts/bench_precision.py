@@ -1,0 +1,133 @@
+"""What each recipe costs on a GPU: time and peak memory of one micro-batch, forward and backward, compiled.
+
+    python scripts/bench_precision.py                                # every shape in BF16 and NVFP4
+    python scripts/bench_precision.py 20x1280:bf16 20x1280:mxfp8     # SHAPE:RECIPE pairs, in this order
+    python scripts/bench_precision.py 30m:nvfp4 --kernels 12         # and the kernels that take longest
+
+The model, its blocks compiled, and the LM head; no optimizer. Inputs are random tokens. Compare rows of one run only.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit.configs.schema import MlpKind, ModelConfig, PrecisionConfig
+from lowbit.models.lm_head import lm_head_loss
+from lowbit.models.transformer import Transformer
+from lowbit.quant.apply import apply_policy, clocks, resolve, set_clock
+
+Shape = tuple[ModelConfig, int, int, int]
+"""Model, vocabulary, sequences, tokens a sequence."""
+
+
+def model_of(layers: int, width: int, heads: int, mlp: MlpKind, mlp_width: int, length: int) -> ModelConfig:
+    """A model without grouped heads."""
+    return ModelConfig(
+        layers=layers, width=width, heads=heads, kv_heads=heads, mlp=mlp, mlp_width=mlp_width, max_sequence=length
+    )
+
+
+SHAPES: dict[str, Shape] = {
+    "30m": (model_of(6, 640, 10, MlpKind.swiglu, 1728, 512), 16384, 64, 512),
+    "20x1280": (model_of(20, 1280, 10, MlpKind.relu2, 5120, 2048), 32768, 16, 2048),
+    "2x4096": (model_of(2, 4096, 32, MlpKind.swiglu, 14336, 4096), 32768, 4, 4096),
+}
+
+
+def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
+    """Mean time on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    taken: float = start.elapsed_time(end) / times
+    return taken
+
+
+def bench(shape: str, recipe: str, kernels: int) -> dict[str, Any]:
+    """One row."""
+    config, vocabulary, sequences, length = SHAPES[shape]
+    device = torch.device("cuda")
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("meta"):
+        model = Transformer(config, vocabulary, torch.bfloat16)
+    model = model.to_empty(device=device)
+    model.init_weights(1)
+    apply_policy(model, resolve(PrecisionConfig(forward=recipe)), seed=1)
+    model.compile_blocks()
+    tokens = torch.randint(0, vocabulary, (sequences, length + 1), device=device)
+    weights = torch.ones(sequences * length, device=device)
+    step = 0
+
+    def micro_batch() -> torch.Tensor:
+        nonlocal step
+        step += 1
+        for clock in clocks(model):
+            set_clock(clock, step, 0, 0)
+        hidden = model(tokens[:, :-1].contiguous()).flatten(0, 1)
+        targets = tokens[:, 1:].flatten()
+        out = lm_head_loss(hidden, model.head_weight, targets, weights, vocab_size=vocabulary)
+        (out.loss_sum / len(weights)).backward()  # type: ignore[no-untyped-call]
+        return out.nll_sum
+
+    start = time.perf_counter()
+    loss = micro_batch().item() / len(weights)
+    first = time.perf_counter() - start
+    micro_batch()
+    taken = milliseconds(micro_batch)
+    if kernels:
+        show_kernels(micro_batch, kernels)
+    return {
+        "shape": shape,
+        "recipe": recipe,
+        "ms": round(taken, 2),
+        "tokens_per_second": round(len(weights) / taken * 1e3),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "first_seconds": round(first, 1),
+        "loss": round(loss, 4),
+    }
+
+
+def show_kernels(run: Callable[[], Any], count: int) -> None:
+    """Print the kernels that take longest."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    for event in events[:count]:
+        print(f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d} times  {event.key[:90]}")
+
+
+def main() -> None:
+    """Run the pairs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    pairs = [f"{shape}:{recipe}" for shape in SHAPES for recipe in ("bf16", "nvfp4")]
+    parser.add_argument("pairs", nargs="*", default=pairs)
+    parser.add_argument("--kernels", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("bench_precision.json"))
+    args = parser.parse_args()
+    rows = []
+    for pair in args.pairs:
+        shape, recipe = pair.split(":")
+        rows.append(bench(shape, recipe, args.kernels))
+        same = [row for row in rows if row["shape"] == shape and row["recipe"] == "bf16"]
+        if same:
+            rows[-1]["over_bf16"] = round(rows[-1]["ms"] / same[0]["ms"], 3)
+        print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
