@@ -149,6 +149,9 @@ class ModelConfig:
     """Longest sequence the model takes, in training and in generation."""
     init_std: float = 0.02
     """Standard deviation of all matrices but the output projections, which get init_std / sqrt(2 * layers)."""
+    mup_base_width: int | None = None
+    """muP: settings were tuned at this width. Matrices of the blocks begin with init_std * sqrt(base / width), learn (with
+    AdamW) at lr * base / width, and the head reads its input times base / width. null: none of it."""
     vocab_multiple: int = 64
     """The embedding is padded to a multiple of this many rows; padded rows are never predicted."""
     vocab_rows: int | None = None

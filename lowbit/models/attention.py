@@ -51,7 +51,7 @@ def prepare_mask(
     if visibility is None:
         if window is None:
             return None
-        visibility = causal(1, length).to(device).expand(batch)
+        visibility = causal(1, length, device).expand(batch)
     if visibility.start.shape != (batch, length):
         raise DataError(
             f"visibility has shape {list(visibility.start.shape)}, the tokens have [{batch}, {length}]: "

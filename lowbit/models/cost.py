@@ -74,6 +74,11 @@ def is_moe_layer(config: ModelConfig, layer: int) -> bool:
     return config.moe.experts > 0 and layer >= config.moe.first_dense
 
 
+def mup_ratio(config: ModelConfig) -> float:
+    """Base width over width, 1 without muP."""
+    return 1.0 if config.mup_base_width is None else config.mup_base_width / config.width
+
+
 def window_of(config: ModelConfig, layer: int) -> int:
     """Window of a layer's attention, 0 for a global one."""
     return config.windows[layer % len(config.windows)] if config.windows else 0

@@ -7,7 +7,9 @@
 Initialisation: every matrix, the embedding and the head included, is normal with standard deviation `init_std`;
 the projections that write into the residual stream, `attention.out` and `mlp.down` (of experts, too), have
 init_std / sqrt(2 * layers), so that the stream's variance at the end does not grow with depth (GPT-2); norms are 1, the
-router's biases 0.
+router's biases 0. With muP (Tensor Programs V, arXiv 2203.03466) matrices of the blocks get sqrt(base / width) of that,
+and the final hidden states are multiplied by base / width, so that logits neither grow nor vanish with the width; heads
+are meant to stay as wide while their number grows. The learning rates are the optimizer's part.
 Each tensor has a generator of its own, keyed by (seed, name), so it does not depend on device, engine or order.
 
 A block is compiled once for all layers of its kind: nothing in `Block.forward` differs between them but tensors.
@@ -26,7 +28,7 @@ from lowbit.configs.schema import ModelConfig, Recompute
 from lowbit.errors import ConfigError, DataError
 from lowbit.models.attention import AttentionMask, cached_mask, prepare_mask
 from lowbit.models.block import KV, Block, BlockOutput, Rope
-from lowbit.models.cost import head_dim_of, kv_owners, kv_source, vocab_rows_of, window_of
+from lowbit.models.cost import head_dim_of, kv_owners, kv_source, mup_ratio, vocab_rows_of, window_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, state_buffers
 from lowbit.models.rope import check_rope, rope_frequencies, rope_tables
 from lowbit.models.router import check_moe
@@ -121,6 +123,7 @@ class Transformer(nn.Module):
         self._frequency_tensors: dict[torch.device, Tensor] = {}
         self._auxiliary: Tensor | None = None
         self._measured: Measured | None = None
+        self._output_scale = mup_ratio(config)
         self._windows = [window_of(config, layer) for layer in range(config.layers)]
         self._sources = [kv_source(config, layer) for layer in range(config.layers)]
         owners = kv_owners(config)
@@ -163,7 +166,7 @@ class Transformer(nn.Module):
             position = torch.arange(length, device=device)[None] if visibility is None else visibility.position
         rope = self.rope(position.to(device, non_blocking=True))
         hidden: Tensor = self.final_norm(self._through_blocks(self.embed(tokens), masks, rope, cache))
-        return hidden
+        return hidden if self._output_scale == 1 else hidden * self._output_scale
 
     def _through_blocks(self, x: Tensor, masks: dict[int, AttentionMask], rope: Rope, cache: KVCache | None) -> Tensor:
         self._auxiliary = None
@@ -226,12 +229,14 @@ class Transformer(nn.Module):
         """Fill every parameter; see the module's docstring for the distribution. State begins with zeros."""
         for buffer in state_buffers(self).values():
             buffer.zero_()
-        small = self.config.init_std / (2 * self.config.layers) ** 0.5
+        inside = self.config.init_std * mup_ratio(self.config) ** 0.5
+        small = inside / (2 * self.config.layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
-            std = small if name.endswith(SMALL) else self.config.init_std
+            wide = inside if name.startswith("blocks.") else self.config.init_std
+            std = small if name.endswith(SMALL) else wide
             key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))

@@ -103,9 +103,9 @@ class Visibility:
         raise DataError(f"visibility.{name}[{row}, {token}] = {value} of token {token} in row {row}: {rule}")
 
 
-def causal(batch: int, length: int) -> Visibility:
+def causal(batch: int, length: int, device: torch.device | str = "cpu") -> Visibility:
     """Plain causal attention over `length` tokens. (`None` in place of a Visibility means the same and is faster.)"""
-    index = torch.arange(length, dtype=torch.int32).expand(batch, length).contiguous()
+    index = torch.arange(length, dtype=torch.int32, device=device).expand(batch, length).contiguous()
     return Visibility(index, torch.full_like(index, length), index.clone())
 
 

@@ -34,6 +34,8 @@ from torch import Tensor, nn
 
 from lowbit.configs.schema import OptimConfig, OptimizerKind
 from lowbit.errors import CheckpointError, ConfigError
+from lowbit.models.cost import mup_ratio
+from lowbit.models.transformer import Transformer
 from lowbit.trainer.muon import Muon
 
 FUSED_DEVICES = ("cuda", "cpu")
@@ -169,24 +171,34 @@ def build_optimizer(model: nn.Module, config: OptimConfig, with_state: bool = Tr
             parameters = {name: p for name, p in parameters.items() if name not in matrices}
         if parameters:
             adamw.append((group, parameters))
-    return Optimizer(groups + _adamw(adamw, config), with_state)
+    hidden_scale = mup_ratio(model.config) if isinstance(model, Transformer) else 1.0
+    return Optimizer(groups + _adamw(adamw, config, hidden_scale), with_state)
 
 
-def _adamw(members: list[tuple[str, dict[str, nn.Parameter]]], config: OptimConfig) -> list[_Group]:
+def _adamw(
+    members: list[tuple[str, dict[str, nn.Parameter]]], config: OptimConfig, hidden_scale: float
+) -> list[_Group]:
+    """AdamW over groups of parameters; hidden matrices learn at `hidden_scale` times the rate (muP)."""
     if not members:
         return []
     devices = {parameter.device.type for _, parameters in members for parameter in parameters.values()}
     decays = [config.weight_decay if group in ("hidden matrices", "head") else 0.0 for group, _ in members]
+    rates = [config.lr * (hidden_scale if group == "hidden matrices" else 1.0) for group, _ in members]
     optimizer = torch.optim.AdamW(
-        [{"params": list(p.values()), "weight_decay": d} for (_, p), d in zip(members, decays, strict=True)],
+        [
+            {"params": list(p.values()), "weight_decay": decay, "lr": rate}
+            for (_, p), decay, rate in zip(members, decays, rates, strict=True)
+        ],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=all(device in FUSED_DEVICES for device in devices),
     )
     return [
-        _Group(name, optimizer, torch_group, parameters, config.lr, decay)
-        for (name, parameters), decay, torch_group in zip(members, decays, optimizer.param_groups, strict=True)
+        _Group(name, optimizer, torch_group, parameters, rate, decay)
+        for (name, parameters), decay, rate, torch_group in zip(
+            members, decays, rates, optimizer.param_groups, strict=True
+        )
     ]
 
 

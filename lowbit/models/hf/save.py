@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig
+from lowbit.models.cost import mup_ratio
 from lowbit.models.hf.config import family_of, write_config
 from lowbit.models.hf.folder import write_folder
 from lowbit.models.hf.names import file_names
@@ -97,6 +98,8 @@ def parts_of(config: ModelConfig, weights: Mapping[str, Tensor], rows: int) -> d
     parts: dict[str, Tensor] = {}
     for name, weight in weights.items():
         source = weight.detach()[:rows] if name in TABLES else weight.detach()
+        if name == "final_norm.weight":  # where muP's factor on the hidden states finds a place
+            source = source * mup_ratio(config)
         if source.dim() < 3:
             parts[file_names(family, name)[0]] = source
         else:
