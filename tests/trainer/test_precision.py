@@ -104,6 +104,42 @@ def test_every_recipe_learns(small: RunConfig, tmp_path: Path, name: str) -> Non
         assert abs(last["val_bpb_bf16"] / last["val_bpb"] - 1) < 0.02
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_every_recipe_ends_within_three_percent_of_bf16(tmp_path: Path) -> None:
+    """Real text, the quick preset, the same seed: bits per byte at the end."""
+    ends = {}
+    for name in PRESETS:
+        settings = ["preset=quick", f"precision={name}", "precision.compute=fp32", "device=cpu"]
+        config = compose([*settings, "evaluation.sample_tokens=0", f"data.cache_dir={tmp_path / 'data'}"])
+        ends[name] = pretrain(config, tmp_path / name).val_bpb
+    assert all(abs(end / ends["bf16"] - 1) < 0.03 for end in ends.values()), ends
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "fp8_row", "mxfp8", "nvfp4_nvidia", "nvfp4"])
+def test_recipes_learn_on_a_gpu_compiled_and_resume_exactly(
+    small: RunConfig, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BF16 activations, blocks compiled; after a crash in the second phase the same bits come out."""
+    switch = [PrecisionSwitch(at_step=3, forward="bf16")]
+    config = replace(
+        small,
+        device="cuda",
+        max_steps=6,
+        model=replace(small.model, layers=2, width=128, mlp_width=256),
+        precision=PrecisionConfig(compute=ComputeDtype.bf16, forward=name, backward=name, switch=switch),
+        engine=replace(small.engine, compile=CompileMode.auto),
+    )
+    pretrain(config, tmp_path / "whole")
+    found = losses(tmp_path / "whole")
+    assert all(map(math.isfinite, found)) and found[-1] < found[0] - 0.05
+    pretrain_until(4, config, tmp_path / "parts", monkeypatch)
+    pretrain(config, tmp_path / "parts")
+    assert_equal(tensors(tmp_path / "whole", 6), tensors(tmp_path / "parts", 6))
+
+
 # Randomness and time ------------------------------------------------------------------------------------------
 
 
