@@ -13,7 +13,16 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 
-SHAPE = ["tbf", "burst", "256kb", "latency", "100ms", "rate"]
+from lowbit.comm.cost import parse_rate
+
+
+def shape(rate: str) -> list[str]:
+    """Arguments of tc for a rate like 100mbit.
+
+    The bucket holds what passes in 5 ms: less would not reach the rate, more would let short messages through unshaped.
+    """
+    burst = int(min(256_000, max(32_000, parse_rate(rate) / 8 * 0.005)))
+    return ["root", "tbf", "burst", str(burst), "latency", "100ms", "rate", rate]
 
 
 def why_not() -> str | None:
@@ -26,8 +35,8 @@ def why_not() -> str | None:
     if made.returncode:
         return f"network namespaces are not allowed: {made.stderr.strip() or 'ip netns add failed'}"
     try:
-        shape = ["tc", "qdisc", "add", "dev", "lo", "root", *SHAPE, "1gbit"]
-        shaped = subprocess.run(["ip", "netns", "exec", probe, *shape], capture_output=True, text=True)
+        command = ["tc", "qdisc", "add", "dev", "lo", *shape("1gbit")]
+        shaped = subprocess.run(["ip", "netns", "exec", probe, *command], capture_output=True, text=True)
         return f"links cannot be shaped: {shaped.stderr.strip()}" if shaped.returncode else None
     finally:
         subprocess.run(["ip", "netns", "del", probe], check=True)
@@ -71,7 +80,7 @@ class ShapedNetwork:
         for device in ("eth0", "lo"):
             self._ip("-n", self.name(rank), "link", "set", device, "up")
         for namespace, device in ((self.name(rank), "eth0"), (self.switch, port)):
-            self._ip("netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", *SHAPE, self.rate)
+            self._ip("netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, *shape(self.rate))
 
     def start(self, rank: int, command: list[str], **options: object) -> "subprocess.Popen[str]":
         """Start a rank's process with what `torch.distributed` reads from the environment."""

@@ -23,8 +23,10 @@ class Squinch(ReferenceSquinch):
     format, the same bytes from all three.
     """
 
-    def __init__(self, grid: Grid = SQ48, search: bool = True) -> None:
+    def __init__(self, grid: Grid = SQ48, search: bool = True, warps: int | None = None) -> None:
+        """warps: of a GPU's program; None: what the kernels are written for."""
         super().__init__(grid, search)
+        self._warps = warps
         self._cpu = FastCoder(grid, search)
         self._gpu: TritonCoder | None = None
 
@@ -51,7 +53,7 @@ class Squinch(ReferenceSquinch):
 
     def decode_rows(self, messages_: Tensor, per_row: int, out: Tensor) -> None:
         if out.is_cuda:
-            self.on_gpu().decode(messages_, per_row, out)
+            self.on_gpu().decode(messages_.contiguous(), per_row, out)
         elif out.device.type != "cpu":
             super().decode_rows(messages_, per_row, out)
         else:
@@ -65,7 +67,7 @@ class Squinch(ReferenceSquinch):
         if out is None:
             out = torch.empty(n, dtype=torch.float32, device=messages_.device)
         if messages_.is_cuda:
-            self.on_gpu().sum(messages_, n, factor, out, encode=False)
+            self.on_gpu().sum(messages_.contiguous(), n, factor, out, encode=False)
         else:
             self._check(messages_, n)
             self._cpu.sum_decode(messages_, n, factor, out)
@@ -76,7 +78,7 @@ class Squinch(ReferenceSquinch):
             return super().sum_encode(messages_, n, factor, noise)
         out = torch.empty(self.nbytes(n), dtype=torch.uint8, device=messages_.device)
         if messages_.is_cuda:
-            self.on_gpu().sum(messages_, n, factor, out, encode=True)
+            self.on_gpu().sum(messages_.contiguous(), n, factor, out, encode=True)
         else:
             self._check(messages_, n)
             self._cpu.sum_encode(messages_, n, factor, out)
@@ -90,9 +92,9 @@ class Squinch(ReferenceSquinch):
     def on_gpu(self) -> "TritonCoder":
         """The Triton coder: Triton is there only with a CUDA build of PyTorch."""
         if self._gpu is None:
-            from lowbit.comm.kernels.squinch import TritonCoder
+            from lowbit.comm.kernels.squinch import WARPS, TritonCoder
 
-            self._gpu = TritonCoder(self.grid, self.search)
+            self._gpu = TritonCoder(self.grid, self.search, self._warps or WARPS)
         return self._gpu
 
 

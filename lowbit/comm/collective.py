@@ -30,7 +30,7 @@ from torch import Tensor
 from lowbit.comm.codec import Codec, Fp32Codec
 from lowbit.comm.feedback import Feedback, encode_with_residual
 from lowbit.comm.noise import Noise
-from lowbit.comm.partition import pieces, scatter_pieces, share
+from lowbit.comm.partition import piece_length, pieces, scatter_pieces, share
 from lowbit.comm.transport import Pending, Transport
 from lowbit.errors import ConfigError
 
@@ -61,7 +61,7 @@ class TwoHop:
         self,
         group: dist.ProcessGroup,
         codec: Codec,
-        chunk_values: int = 1 << 22,
+        chunk_values: int | None = None,
         intra_group: dist.ProcessGroup | None = None,
         *,
         intra_codec: Codec | None = None,
@@ -71,13 +71,13 @@ class TwoHop:
         Args:
             group: the ranks between which few bits travel. Use a group that nothing else uses at the same time.
             codec: what travels between them.
-            chunk_values: values in a piece.
+            chunk_values: values in a piece; None: `piece_length`.
             intra_group: the ranks of this rank's node; `group` then holds one rank of every node (`node_groups`).
             timeout: seconds after which a rank that does not answer is given up (CPU; None: the group's own).
 
         Every rank of the groups must construct it. Raises `ConfigError` naming the ranks that were set up differently.
         """
-        if chunk_values < 1:
+        if chunk_values is not None and chunk_values < 1:
             raise ConfigError(f"comm.chunk_values={chunk_values} must be at least 1")
         self.between = Transport(group, timeout)
         self.inside = Transport(intra_group, timeout) if intra_group is not None else None
@@ -123,7 +123,7 @@ class TwoHop:
         if self.ranks == 1:
             flat.mul_(factor)
             return Work()
-        cut = pieces(flat.numel(), self.chunk_values)
+        cut = pieces(flat.numel(), self._piece(flat.is_cuda))
         steps = [
             partial(self._reduce_piece, flat[a:b], factor, _Extras(k, feedback, noise)) for k, (a, b) in enumerate(cut)
         ]
@@ -160,7 +160,7 @@ class TwoHop:
         align = max(self.codec.align, self.intra_codec.align)
         start = sum(sizes[: self.rank])
         steps = []
-        for ranges in scatter_pieces(sizes, self.chunk_values, align):
+        for ranges in scatter_pieces(sizes, self._piece(flat.is_cuda), align):
             a, b = ranges[self.rank]
             steps.append(partial(self._scatter_piece, flat, ranges, out[a - start : b - start], factor))
         return self._start(steps, [flat, out])
@@ -168,7 +168,7 @@ class TwoHop:
     def feedback(self, numel: int, device: torch.device) -> Feedback:
         """Residuals, all zero, for a tensor of `numel` values."""
         sent, owned = [], []
-        for a, b in pieces(numel, self.chunk_values):
+        for a, b in pieces(numel, self._piece(device.type == "cuda")):
             length = self._shard(b - a)
             sent.append(length)
             owned.append(share(length, self.between.size, self.codec.align))
@@ -179,6 +179,9 @@ class TwoHop:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+
+    def _piece(self, on_gpu: bool) -> int:
+        return self.chunk_values or piece_length(self.ranks, on_gpu)
 
     # One piece
 

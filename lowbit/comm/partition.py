@@ -16,6 +16,13 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def piece_length(ranks: int, on_gpu: bool) -> int:
+    """Values in a piece where nobody says otherwise: messages of 100 KB on a CPU (beyond that a gigabit link does not
+    gain), of 1.5 MB on a GPU (below 1 MB NCCL's all-to-all loses).
+    """
+    return ranks * (1 << 21 if on_gpu else 1 << 17)
+
+
 def pieces(n: int, length: int) -> list[tuple[int, int]]:
     """[begin, end) of pieces of `length` values; the last may be shorter."""
     return [(begin, min(begin + length, n)) for begin in range(0, n, length)]

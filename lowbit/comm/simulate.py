@@ -8,14 +8,14 @@ from torch import Tensor
 
 from lowbit.comm.codec import Codec, Fp32Codec
 from lowbit.comm.noise import Noise
-from lowbit.comm.partition import pieces, share
+from lowbit.comm.partition import piece_length, pieces, share
 
 
 @torch.no_grad()
 def simulate(
     tensors: list[Tensor],
     codec: Codec,
-    chunk_values: int = 1 << 22,
+    chunk_values: int | None = None,
     factor: float | None = None,
     *,
     node_size: int = 1,
@@ -41,15 +41,16 @@ def simulate(
     nodes = ranks // node_size
     codec = codec if nodes > 1 else Fp32Codec()
     intra = intra_codec or Fp32Codec()
-    for k, (a, b) in enumerate(pieces(out.numel(), chunk_values)):
+    length = chunk_values or piece_length(ranks, out.is_cuda)
+    for k, (a, b) in enumerate(pieces(out.numel(), length)):
         stream = noise.fork(k) if noise else None
-        length = b - a if node_size == 1 else share(b - a, node_size, intra.align)
+        own = b - a if node_size == 1 else share(b - a, node_size, intra.align)
         for place in range(node_size):
-            part = out[a + place * length : min(b, a + (place + 1) * length)]
+            part = out[a + place * own : min(b, a + (place + 1) * own)]
             shards = []
             for node in range(nodes):
                 of_node = [t[a:b] for t in tensors[node * node_size : (node + 1) * node_size]]
-                shards.append(of_node[0] if node_size == 1 else _node_sum(of_node, place, length, intra))
+                shards.append(of_node[0] if node_size == 1 else _node_sum(of_node, place, own, intra))
             first = [node * node_size + place for node in range(nodes)]
             _between(shards, part, codec, factor, stream, first)
     return out

@@ -391,8 +391,8 @@ def _sum(  # type: ignore[no-untyped-def]
 class TritonCoder:
     """Messages in one grid, on a GPU. Has no state besides its tables."""
 
-    def __init__(self, grid: Grid = SQ48, search: bool = True) -> None:
-        self.grid, self.search = grid, search and grid is not SQUINCH
+    def __init__(self, grid: Grid = SQ48, search: bool = True, warps: int = WARPS) -> None:
+        self.grid, self.search, self.warps = grid, search and grid is not SQUINCH, warps
         self.constants = _constants(grid)
         self.header = messages.header_words(grid, 0)[0]
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -412,7 +412,7 @@ class TritonCoder:
         tiles = max(1, triton.cdiv(per_row, TILE))
         _encode[(tiles, rows)](
             x, out, x.numel(), per_row, at.nbytes, at.tiles, at.blocks, at.scales, at.first, at.second, self.header,
-            *self.tables(x.device), SEARCH=self.search, APPROXIMATE=x.is_cuda, **self.constants, num_warps=WARPS,
+            *self.tables(x.device), SEARCH=self.search, APPROXIMATE=x.is_cuda, **self.constants, num_warps=self.warps,
             enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -423,7 +423,7 @@ class TritonCoder:
         if rows:
             _decode[(triton.cdiv(per_row, TILE), rows)](
                 messages_, out, out.numel(), per_row, at.nbytes, at.blocks, at.scales, at.first, at.second,
-                *self.tables(out.device), **self._reading(), num_warps=WARPS, enable_fp_fusion=False,
+                *self.tables(out.device), **self._reading(), num_warps=self.warps, enable_fp_fusion=False,
             )  # fmt: skip
 
     def _reading(self) -> dict[str, object]:
@@ -435,5 +435,5 @@ class TritonCoder:
         _sum[(max(1, triton.cdiv(n, TILE)),)](
             rows, out, n, factor, at.nbytes, at.tiles, at.blocks, at.scales, at.first, at.second, self.header,
             *self.tables(rows.device), RANKS=rows.shape[0], ENCODE=encode, SCALED=factor != 1.0, SEARCH=self.search,
-            APPROXIMATE=rows.is_cuda, **self.constants, num_warps=WARPS, enable_fp_fusion=False,
+            APPROXIMATE=rows.is_cuda, **self.constants, num_warps=self.warps, enable_fp_fusion=False,
         )  # fmt: skip
