@@ -300,13 +300,13 @@ class DeepSpeedEngine:
 
     def first_bad_gradient(self) -> str | None:
         """See `Engine.first_bad_gradient`."""
-        parts = self._gradient_parts()
+        parts = self.gradient_parts()
         bad = [float(not bool(parts[name].isfinite().all())) for name in self._parameters]
         found = [name for name, count in zip(self._parameters, self.ranks.sum(bad), strict=True) if count]
         return found[-1] if found else None
 
-    def _gradient_parts(self) -> dict[str, Tensor]:
-        """This rank's part of every gradient."""
+    def gradient_parts(self) -> dict[str, Tensor]:
+        """This rank's part of every reduced gradient, flat under ZeRO 1 to 3; between `gradient_norm` and `step`."""
         if self.stage == 0:
             return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         flats = [

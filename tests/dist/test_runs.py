@@ -67,26 +67,29 @@ def same(a: Path, b: Path, backend: str = "gloo") -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_goes_on_with_other_ranks_stages_and_engines(tmp_path: Path, backend: str) -> None:
-    """Four steps on two ranks at stage 2, then the rest on 1, 3 and 4 ranks at every stage and in one process.
+    """From step 4 of a run on two ranks at stage 2: on 1, 3 and 4 ranks at other stages, and in one process.
 
-    Oracle: the run in one process by `LocalEngine`, without a stop.
+    Also from a run in one process to four ranks. Oracle: the run in one process by `LocalEngine`, without a stop.
     """
     muon = replace(jobs.tiny(tmp_path).optim, kind=OptimizerKind.muon)
-    whole = replace(jobs.tiny(tmp_path), optim=muon)
-    pretrain(jobs.local(whole), tmp_path / "whole")
-    pretrain(jobs.local(replace(whole, max_steps=4)), tmp_path / "begun-local")
-    begun = replace(jobs.tiny(tmp_path, 4, zero_stage=2), optim=muon)
-    fine(run_jobs(2, [(begun, tmp_path / "begun", {})], tmp_path / "two", backend))
+    pretrain(jobs.local(replace(jobs.tiny(tmp_path), optim=muon)), tmp_path / "whole")
+    fine(
+        run_jobs(
+            2,
+            [(replace(jobs.tiny(tmp_path, zero_stage=2), optim=muon), tmp_path / "begun", {})],
+            tmp_path / "two",
+            backend,
+        )
+    )
 
     def resumed(name: str, stage: int, start: str = "begun") -> tuple[RunConfig, Path, dict[str, Any]]:
-        checkpoint = sorted((tmp_path / start / "checkpoints").glob("step_*"))[-1]
-        assert checkpoint.name == "step_00000004"
-        config = replace(jobs.tiny(tmp_path, 6, zero_stage=stage), optim=muon, resume=str(checkpoint))
+        checkpoint = tmp_path / start / "checkpoints" / "step_00000004"
+        config = replace(jobs.tiny(tmp_path, zero_stage=stage), optim=muon, resume=str(checkpoint))
         return config, tmp_path / name, {}
 
     pretrain(jobs.local(resumed("", 0)[0]), tmp_path / "local")
     fine(run_jobs(3, [resumed("three-0", 0), resumed("three-3", 3)], tmp_path / "three", backend))
-    fine(run_jobs(4, [resumed("four-1", 1), resumed("four-l", 3, "begun-local")], tmp_path / "four", backend))
+    fine(run_jobs(4, [resumed("four-1", 1), resumed("four-l", 3, "whole")], tmp_path / "four", backend))
     expected = jobs.newest(tmp_path / "whole")
     for name in ("local", "three-0", "three-3", "four-1", "four-l"):
         found = jobs.newest(tmp_path / name)
@@ -192,3 +195,22 @@ def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
     steps = [row["step"] for row in jobs.rows(tmp_path / "run")]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert "resumed at step 2" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_the_command_on_two_ranks(tmp_path: Path) -> None:
+    """`torchrun ... -m lowbit pretrain engine=deepspeed`: rank 0 has Hydra, the folder and the screen."""
+    jobs.make_corpus(tmp_path / "corpus")
+    settings = ["data=files", "data.sources.files.path=corpus", "data.tokenizer.kind=bytes", "data.sequence_length=32"]
+    settings += ["preset=quick", "model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=1"]
+    settings += ["model.mlp_width=48", "device=cpu", "max_steps=3", "data.held_out=0.1", "run_name=two"]
+    settings += ["evaluation.final_tokens=256", "evaluation.sample_tokens=4", "engine=deepspeed", "comm=sq48"]
+    command = ["-m", "lowbit", "pretrain", *settings, "comm.exact_below=100", "engine.zero_stage=2"]
+    first, second = ranks.run(2, [*command, "batch.micro_batch=2"], tmp_path)
+    assert first.code == 0 and second.code == 0, first.err + second.err
+    assert "run folder: runs/two" in first.out and second.out == ""
+    assert (tmp_path / "runs" / "two" / ".hydra").is_dir()
+    assert "[lowbit][INFO] - step 3" in (tmp_path / "runs" / "two" / "run.log").read_text()
+    for e in ranks.run(2, [*command, "batch.micro_batch=8", "run_name=uneven"], tmp_path):
+        assert e.code == 2 and e.err.count("\n") == 1, e.err
+        assert "batch.sequences=8 batch.micro_batch=8: 2 processes cannot share a step" in e.err
+    assert not (tmp_path / "runs" / "uneven").exists()

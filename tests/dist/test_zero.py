@@ -61,7 +61,7 @@ def oracle(case: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_numbers_of_one_process(world: int, backend: str, tmp_path: Path) -> None:
     usable(backend, world)
     cases = cases_of(world)

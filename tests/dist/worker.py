@@ -166,6 +166,51 @@ def run_case(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.dev
     engine.close()
 
 
+def compare_gradients(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.device) -> None:
+    """Reduced gradients of one step beside the exact sums of what the ranks had, and beside the simulated code."""
+    from lowbit.comm.codecs import make_codec
+    from lowbit.comm.simulate import simulate
+    from lowbit.trainer.deepspeed_engine import DeepSpeedEngine
+
+    config = config_of(case)
+    engine = DeepSpeedEngine(build(config, device), config, ranks, device)
+    share = MICRO_BATCHES // ranks.world
+    for index in range(share):
+        batch = micro_batch(0, ranks.rank * share + index).to(device)
+        engine.micro_step(NextToken(1e-4), batch, 0.01, index == share - 1)
+    factor = ranks.world if engine.stage == 3 else 1  # there the loss is scaled, and the mean is taken
+    local = {name: p.grad.detach().clone() / factor for name, p in engine.model.named_parameters()}
+    norm = engine.gradient_norm()
+    found = engine.gradient_parts()
+    everyone = {name: gather(grad, ranks) for name, grad in local.items()}
+    errors = {}
+    for name, grads in everyone.items():
+        exact = torch.stack(grads).double().sum(0)
+        kept = engine.shards.parts[name].cut(exact)
+        errors[name] = [float((found[name].double().view(-1) - kept).square().sum()), float(kept.square().sum())]
+    same_as_simulated = None
+    if engine.stage == 0 and case["comm"] not in ("none", "bf16"):
+        coded = [n for n, g in local.items() if g.ndim >= 2 and g.numel() >= config.comm.exact_below]
+        flats = [torch.cat([everyone[n][rank].view(-1) for n in coded]) for rank in range(ranks.world)]
+        summed = simulate(flats, make_codec(case["comm"]), factor=1.0)
+        same_as_simulated = torch.equal(summed, torch.cat([found[n].reshape(-1) for n in coded]))
+    mine = 1.0 if engine.stage > 0 or ranks.first else 0.0  # at stage 0 every rank has all of it
+    totals = {n: ranks.sum([mine * number for number in pair]) for n, pair in errors.items()}
+    if ranks.first:
+        row = {"errors": totals, "norm": float(norm), "traffic": engine.traffic(), "simulated": same_as_simulated}
+        (folder / f"{case['name']}.json").write_text(json.dumps(row))
+    engine.close()
+
+
+def gather(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    """Every rank's tensor."""
+    if ranks.world == 1:
+        return [tensor]
+    everyone = [torch.empty_like(tensor) for _ in range(ranks.world)]
+    torch.distributed.all_gather(everyone, tensor.contiguous())
+    return everyone
+
+
 def fingerprint(engine: Engine) -> float:
     """A number that differs when the weights that this rank computes with differ in any bit (ZeRO 0 to 2)."""
     total = 0
@@ -182,7 +227,8 @@ def main() -> None:
     device = "cuda" if backend == "nccl" else "cpu"
     with open_ranks(config_of({"device": device})) as (ranks, place):
         for case in cases:
-            run_case(case | {"device": device}, folder, ranks, place)
+            work = compare_gradients if case.get("kind") == "gradients" else run_case
+            work(case | {"device": device}, folder, ranks, place)
 
 
 if __name__ == "__main__":

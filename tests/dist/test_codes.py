@@ -1,0 +1,89 @@
+"""Gradients in few bits through DeepSpeed: every stage and code against exact sums, bytes, replicas, learning.
+
+Oracles: the FP64 sum of what the ranks had (each rank's gradients are gathered before the reduction), and for ZeRO 0
+the single-process simulation of the collective, bit for bit.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import worker
+from ranks import run_cases
+from test_zero import BACKENDS, usable
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+EXACT_BELOW = 100
+"""Of the tiny model: its vectors (224 numbers), and nothing else."""
+VECTORS = 224
+MATRICES = 15_360 + 2 * 10_240
+
+LIMITS = {"none": 1e-6, "bf16": 0.006, "squinch": 0.08, "sq48": 0.065}
+"""Largest relative error of a matrix's gradient: FP32's order of summation; 8 bits; 26 and 28 dB a hop, two hops."""
+
+
+def cases_of(world: int) -> list[dict[str, Any]]:
+    common = {"kind": "gradients", "exact_below": EXACT_BELOW}
+    kinds = ("none", "bf16", "squinch", "sq48") if world == 2 else ("sq48",)
+    return [common | {"name": f"{comm}{stage}", "comm": comm, "stage": stage} for comm in kinds for stage in range(4)]
+
+
+def expected_bytes(comm: str, stage: int, world: int) -> float:
+    """What a rank sends: an all-reduce is two passes over the tensor, a reduce-scatter one."""
+    passes = 2 if stage == 0 or (comm == "none" and stage < 3) else 1
+    bits = {"none": 32, "bf16": 16, "squinch": 6, "sq48": 6}[comm]
+    matrices = passes * MATRICES * bits / 8
+    vectors = (2 if stage < 3 else 1) * VECTORS * 4
+    return (matrices + vectors) * (world - 1) / world
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_reduced_gradients(world: int, backend: str, tmp_path: Path) -> None:
+    usable(backend, world)
+    cases = cases_of(world)
+    folder = run_cases(world, cases, tmp_path, backend)
+    for case in cases:
+        found = json.loads((folder / f"{case['name']}.json").read_text())
+        comm, stage, name = case["comm"], case["stage"], case["name"]
+        total = 0.0
+        for parameter, (error, size) in found["errors"].items():
+            total += size
+            relative = (error / size) ** 0.5
+            vector = "norm" in parameter
+            assert relative < (1e-6 if vector else LIMITS[comm]), (name, parameter, relative)
+            if not vector and comm != "none":
+                assert relative > LIMITS[comm] / 50, f"{name}: {parameter} was not coded"
+        assert found["norm"] == pytest.approx(total**0.5, rel=max(2e-2 * LIMITS[comm], 1e-6) + LIMITS[comm] ** 2), name
+        assert found["simulated"] in (True, None), name
+        sent, wanted = found["traffic"]["comm/gradient_bytes"], expected_bytes(comm, stage, world)
+        if comm != "none":  # counted when the step is taken
+            assert wanted <= sent < 1.1 * wanted, (name, sent, wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_in_few_bits(backend: str, tmp_path: Path) -> None:
+    """Losses stay near those of FP32, replicas stay equal, and what `auto` measures decides."""
+    usable(backend, 2)
+    cases: list[dict[str, Any]] = [
+        {"name": f"{comm}{stage}", "comm": comm, "stage": stage, "weights": weights, "exact_below": EXACT_BELOW}
+        for comm, stage, weights in (
+            ("sq48", 0, "fp32"),
+            ("squinch", 2, "bf16"),
+            ("sq48", 3, "bf16"),
+            ("auto", 1, "bf16"),
+        )
+    ]
+    folder = run_cases(2, cases, tmp_path, backend)
+    rows, _ = worker.local({})
+    for case in cases:
+        found = json.loads((folder / f"{case['name']}.json").read_text())
+        losses = torch.tensor(found["rows"])[:, 0]
+        assert torch.allclose(losses, torch.tensor(rows)[:, 0], rtol=1e-3), case["name"]
+        if case["stage"] < 3:
+            assert len(set(found["weights"])) == 1, f"{case['name']}: replicas differ"
+    weights = json.loads((folder / "squinch2.json").read_text())["traffic"]["comm/weight_bytes"]
+    assert weights == pytest.approx(3 * (2 * MATRICES + 4 * VECTORS) / 2, rel=0.01)  # three steps, half of it to send
