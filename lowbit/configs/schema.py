@@ -127,7 +127,7 @@ class ModelConfig:
     [1024, 1024, 1024, 1024, 1024, 0] is five local layers to a global one."""
     kv_from: list[int] = field(default_factory=list)
     """Cross-layer sharing: for each layer the number of the layer whose keys and values it uses, itself or an earlier
-    one that has its own. Empty: each its own. Neighbours in pairs: [0, 0, 2, 2]; one for an upper half: [0, 1, 2, 2]."""
+    one that has its own. Empty: each its own. Neighbours in pairs: [0, 0, 2, 2]; an upper half's: [0, 1, 2, 2]."""
     attention_z: float = 0.0
     """Attention Z-Reg: weight of the mean over tokens, heads and layers of logsumexp(attention logits)**2 / 2, in the
     gradient only; 1e-4 keeps the logits small. 0: none."""
@@ -150,8 +150,8 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of all matrices but the output projections, which get init_std / sqrt(2 * layers)."""
     mup_base_width: int | None = None
-    """muP: settings were tuned at this width. Matrices of the blocks begin with init_std * sqrt(base / width), learn (with
-    AdamW) at lr * base / width, and the head reads its input times base / width. null: none of it."""
+    """muP: settings were tuned at this width. Matrices of the blocks begin with init_std * sqrt(base / width), learn
+    (with AdamW) at lr * base / width, and the head reads its input times base / width. null: none of it."""
     vocab_multiple: int = 64
     """The embedding is padded to a multiple of this many rows; padded rows are never predicted."""
     vocab_rows: int | None = None
@@ -167,6 +167,9 @@ class SourceKind(StrEnum):
     """Local .txt .md .py .rst .jsonl .jsonl.zst .parquet files, folders or globs."""
     huggingface = "huggingface"
     """A data set read by the `datasets` library, by hub name or local path."""
+    conversations = "conversations"
+    """Local .jsonl files, a tree of texts a line: {"prompt": ..., "answers": [...]}, or {"text", "loss", "replies"}.
+    Answers that share a prompt share its computation; loss falls on answers, and on texts without "loss": false."""
 
 
 @dataclass(frozen=True)

@@ -417,9 +417,9 @@ def _source(config: RunConfig, key: str) -> None:
     if source.kind is SourceKind.python_docs and source.path:
         raise refuse(config, path, kind, why="python_docs reads no path", works=f"{kind}=files would work")
     if source.kind is not SourceKind.python_docs and not source.path:
-        example = "corpus/" if source.kind is SourceKind.files else "roneneldan/TinyStories"
+        example = {"files": "corpus/", "conversations": "chats.jsonl"}.get(source.kind, "roneneldan/TinyStories")
         raise refuse(config, path, kind, why="this kind needs a path", works=f"for example {path}={example}")
-    if source.kind is SourceKind.files and not _exists(source.path):
+    if source.kind in (SourceKind.files, SourceKind.conversations) and not _exists(source.path):
         why = f"no such file, folder or glob below {Path.cwd()}"
         raise refuse(config, path, why=why, works=f"give a path that exists, for example {path}=corpus/")
 

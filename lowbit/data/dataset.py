@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lowbit.configs.schema import DataConfig, TokenizerKind
+from lowbit.configs.schema import DataConfig, SourceKind, TokenizerKind
 from lowbit.data.batch import Batch
+from lowbit.data.conversations import PackedTrees, TreeRows, pack_conversations
 from lowbit.data.mixture import Mixture
 from lowbit.data.pack import pack_source, split_threshold
 from lowbit.data.permutation import Permutation
@@ -41,7 +42,7 @@ class MixedSource:
 
     name: str
     share: float
-    packed: PackedSource
+    packed: PackedSource | PackedTrees
     sequences: int
     """Whole training sequences in an epoch."""
 
@@ -50,7 +51,7 @@ class Dataset:
     """Everything that training and evaluation read."""
 
     def __init__(
-        self, tokenizer: Tokenizer, sources: dict[str, tuple[float, PackedSource]], config: DataConfig
+        self, tokenizer: Tokenizer, sources: dict[str, tuple[float, PackedSource | PackedTrees]], config: DataConfig
     ) -> None:
         """`sources`: name to weight and packed source. Raises: DataError for less than one sequence in a source."""
         self.tokenizer = tokenizer
@@ -61,7 +62,7 @@ class Dataset:
         self.mixture = Mixture([weight for weight, _ in sources.values()])
         self.sources: list[MixedSource] = []
         for (name, (_, packed)), share in zip(sources.items(), self.mixture.shares, strict=True):
-            sequences = (len(packed.train) - 1) // self.sequence_length
+            sequences = sequences_in(packed.train, self.sequence_length)
             if sequences < 1:
                 raise DataError(
                     f"data source {name!r} has {len(packed.train)} training tokens, and one sequence needs "
@@ -125,7 +126,7 @@ class Dataset:
         rows = []
         for source in self.sources:
             stream = source.packed.val
-            count = -(-(len(stream) - 1) // self.sequence_length)
+            count = sequences_in(stream, self.sequence_length, whole=False)
             wanted = count
             if max_tokens is not None:
                 wanted = min(count, max(1, int(max_tokens * source.share) // self.sequence_length))
@@ -150,7 +151,7 @@ class Dataset:
             size += sum(len(t) for t in texts)
         return bits / size
 
-    def _texts(self, stream: TokenStream, max_bytes: int) -> list[bytes]:
+    def _texts(self, stream: TokenStream | TreeRows, max_bytes: int) -> list[bytes]:
         """Documents of a stream as bytes, in a shuffled order, until `max_bytes` are there."""
         texts, size, count = [], 0, len(stream.documents) - 1
         order = Permutation(count, "trigram")
@@ -162,18 +163,31 @@ class Dataset:
             size += len(texts[-1])
         return texts
 
-    def _batch(self, rows: list[tuple[TokenStream, int]], size: int) -> Batch:
-        """Sequences of streams as a batch of `size` rows; what is missing is padding that sees only itself."""
+    def _batch(self, rows: list[tuple[TokenStream | TreeRows, int]], size: int) -> Batch:
+        """Sequences of streams as a batch of `size` rows; what is missing is padding that sees only itself.
+
+        A batch in which every token sees all before it has no visibility: plain causal attention is faster.
+        """
         length = self.sequence_length
-        tokens = np.full((size, length + 1), self.tokenizer.eot_id, dtype=np.int64)
+        tokens = np.full((size, length), self.tokenizer.eot_id, dtype=np.int64)
+        targets = tokens.copy()
         weights = np.zeros((size, length), dtype=np.float32)
-        limit = np.tile(np.arange(1, length + 1, dtype=np.int32), (size, 1))
-        position = np.zeros((size, length), dtype=np.int32)
+        index = np.arange(length, dtype=np.int32)
+        limit = np.tile(index + 1 if self.document_mask else np.full_like(index, length), (size, 1))
+        position = np.tile(np.zeros_like(index) if self.document_mask else index, (size, 1))
         for row, (stream, sequence) in enumerate(rows):
+            if isinstance(stream, TreeRows):
+                tokens[row], targets[row] = stream.arrays["tokens"][sequence], stream.arrays["targets"][sequence]
+                weights[row], position[row] = stream.arrays["weights"][sequence], stream.arrays["position"][sequence]
+                limit[row] = stream.arrays["limit"][sequence]
+                continue
             start = sequence * length
             stop = min(start + length + 1, len(stream))
             count = stop - start - 1
-            tokens[row, : count + 1] = stream.read(start, stop)
+            read = stream.read(start, stop)
+            tokens[row, :count], targets[row, :count] = read[:-1], read[1:]
+            if count < length:  # the token behind the last one, which nothing is trained on
+                tokens[row, count] = read[-1]
             weights[row, :count] = 1.0
             if self.document_mask:
                 begins = stream.boundaries(start, start + count)
@@ -182,13 +196,12 @@ class Dataset:
                 limit[row, :count] = np.repeat(ends, sizes)
                 position[row, :count] = np.arange(count) - np.repeat(begins, sizes)
         seen = None
-        if self.document_mask:
+        if not (limit == length).all():
             begin = torch.arange(length, dtype=torch.int32).expand(size, length).contiguous()
             seen = Visibility(begin, torch.from_numpy(limit), torch.from_numpy(position))
-        everything = torch.from_numpy(tokens)
         return Batch(
-            everything[:, :-1].contiguous(),
-            everything[:, 1:].contiguous(),
+            torch.from_numpy(tokens),
+            torch.from_numpy(targets),
             torch.from_numpy(weights),
             seen,
             int(weights.sum()),
@@ -205,10 +218,24 @@ def prepare_data(config: DataConfig, report: Callable[[str], None]) -> Dataset:
     Mixture([source.weight for source in config.sources.values()])  # refuses bad weights before any work
     listings = [list_source(name, source) for name, source in config.sources.items()]
     tokenizer = prepare_tokenizer(config, listings, report)
-    packed = {
-        listing.name: (listing.config.weight, pack_source(listing, tokenizer, config, report)) for listing in listings
-    }
+    packed = {listing.name: (listing.config.weight, _pack(listing, tokenizer, config, report)) for listing in listings}
     return Dataset(tokenizer, packed, config)
+
+
+def _pack(
+    listing: Listing, tokenizer: Tokenizer, config: DataConfig, report: Callable[[str], None]
+) -> PackedSource | PackedTrees:
+    if listing.config.kind is not SourceKind.conversations:
+        return pack_source(listing, tokenizer, config, report)
+    files = [file.path for file in listing.files]
+    return pack_conversations(listing.name, files, listing.identity, tokenizer, config, report)
+
+
+def sequences_in(stream: TokenStream | TreeRows, length: int, whole: bool = True) -> int:
+    """Sequences of a stream: rows of trees, or stretches of tokens, of which the last may be short unless `whole`."""
+    if isinstance(stream, TreeRows):
+        return stream.rows
+    return (len(stream) - 1) // length if whole else -(-(len(stream) - 1) // length)
 
 
 def prepare_tokenizer(config: DataConfig, listings: list[Listing], report: Callable[[str], None]) -> Tokenizer:

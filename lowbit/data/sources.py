@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from lowbit.configs.schema import SourceConfig, SourceKind
+from lowbit.data.conversations import read_lines
 from lowbit.data.readers import SUFFIXES, decode_utf8, is_readable, read_file
 from lowbit.data.storage import nearest
 from lowbit.errors import DataError
@@ -96,7 +97,9 @@ def _documents(listing: Listing, shuffled: bool) -> Iterator[str]:
     if shuffled:
         files = tuple(sorted(files, key=lambda f: hashlib.sha256(f.name.encode()).digest()))
     for file in files:
-        if config.kind is SourceKind.python_docs:
+        if config.kind is SourceKind.conversations:
+            yield from ("".join(piece.texts()) for _, piece in read_lines(file.path))
+        elif config.kind is SourceKind.python_docs:
             yield from _read_stdlib(file)
         else:
             yield from read_file(file.path, config.text_field, config.document_bytes)
