@@ -63,7 +63,13 @@ def generate(
             print()
             return
         completions = generator.generate(
-            [ids] * num_samples, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+            [ids],
+            max_new_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            samples=num_samples,
         )
         for number, completion in enumerate(completions, start=1):
             if num_samples > 1:

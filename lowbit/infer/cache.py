@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig
 from lowbit.errors import ConfigError
+from lowbit.models.attention import cached_mask
 from lowbit.models.cost import head_dim_of, kv_owners
 
 
@@ -19,11 +20,19 @@ class StaticKVCache:
     """Allocated once: 2 x layers with keys of their own x batch x kv_heads x max_length x head_dim of `dtype`."""
 
     def __init__(
-        self, config: ModelConfig, batch: int, max_length: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        batch: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        depth: int | None = None,
     ) -> None:
-        if not 0 < max_length <= config.max_sequence:
+        """`max_length`: slots of a row. `depth`: longest sequence in them, where that is less than all of them."""
+        depth = max_length if depth is None else depth
+        if not 0 < depth <= config.max_sequence:
             raise ConfigError(
-                f"a KV cache of {max_length} tokens does not fit model.max_sequence={config.max_sequence}: "
+                f"a KV cache of {depth} tokens does not fit model.max_sequence={config.max_sequence}: "
                 "it must hold between 1 and that many"
             )
         shape = (len(kv_owners(config)), batch, config.kv_heads, max_length, head_dim_of(config))
@@ -42,6 +51,14 @@ class StaticKVCache:
                 f"KV cache of {self.max_length} tokens is full: {self._longest} are stored, {new_tokens} more asked for"
             )
         return extent
+
+    def positions(self, new_tokens: int) -> Tensor:
+        """Depth of the next T tokens of each row: int64 [B, T]."""
+        return self.lengths[:, None] + torch.arange(new_tokens, device=self.lengths.device)
+
+    def mask(self, new_tokens: int, window: int | None) -> Tensor:
+        """Which slots the next T tokens see: bool [B, 1, T, S], those up to themselves and within the window."""
+        return cached_mask(self.lengths, new_tokens, self.extent(new_tokens), window)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, Hkv, T, D] of one layer behind each row's length; return all of them, [B, Hkv, S, D]."""

@@ -210,6 +210,14 @@ class KVCache(Protocol):
         """Slots S that hold the longest row and `new_tokens` more; raises ConfigError when there are fewer."""
         ...
 
+    def positions(self, new_tokens: int) -> Tensor:
+        """Depth of the next T tokens of each row: int64 [B, T]."""
+        ...
+
+    def mask(self, new_tokens: int, window: int | None) -> Tensor:
+        """Which slots the next T tokens see, of a layer with this window: bool [B, 1, T, S]."""
+        ...
+
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, Hkv, T, D] of one layer behind each row's length; return all of them, [B, Hkv, S, D].
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lowbit.configs.schema import ModelConfig, Recompute
 from lowbit.errors import ConfigError, DataError
-from lowbit.models.attention import AttentionMask, cached_mask, prepare_mask
+from lowbit.models.attention import AttentionMask, prepare_mask
 from lowbit.models.block import KV, Block, BlockOutput, Rope
 from lowbit.models.cost import head_dim_of, kv_owners, kv_source, mup_ratio, vocab_rows_of, window_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, state_buffers
@@ -145,23 +145,23 @@ class Transformer(nn.Module):
             [B, T, width] in `compute_dtype`.
 
         Raises:
-            ConfigError: more tokens than `model.max_sequence`. DataError: visibility of another shape.
+            ConfigError: more tokens than `model.max_sequence`, or than the cache takes.
+            DataError: visibility of another shape, or together with a cache.
         """
         batch, length = tokens.shape
         device = tokens.device
-        extent = length if cache is None else cache.extent(length)
-        if extent > self.config.max_sequence:
-            raise ConfigError(f"a sequence of {extent} tokens exceeds model.max_sequence={self.config.max_sequence}")
+        if cache is None and length > self.config.max_sequence:
+            raise ConfigError(f"a sequence of {length} tokens exceeds model.max_sequence={self.config.max_sequence}")
         if cache is not None and visibility is not None:
             raise DataError("a KV cache is causal: pass visibility or cache, not both")
         masks: dict[int, AttentionMask] = {}
         for window in set(self._windows):
             if cache is not None:
-                masks[window] = cached_mask(cache.lengths, length, extent, window or None)
+                masks[window] = cache.mask(length, window or None)
             else:
                 masks[window] = prepare_mask(visibility, batch, length, device, window or None)
         if cache is not None:
-            position = cache.lengths[:, None] + torch.arange(length, device=device)
+            position = cache.positions(length)
         else:
             position = torch.arange(length, device=device)[None] if visibility is None else visibility.position
         rope = self.rope(position.to(device, non_blocking=True))
