@@ -8,8 +8,8 @@
 
 `link` measures a step's communication of ZeRO 0 (gradients all-reduced) and of ZeRO 1 and 2 (gradients to their owners,
 weights gathered in BF16), against the cost model's prediction. Bytes are those that left the network device. `fp32` and
-`bf16` are gloo's own; its reduce-scatter sends twice what it must, so `bf16_hops` sends BF16 pairwise, and speed-ups
-are over the faster of the two.
+`bf16` are gloo's own; its reduce-scatter sends twice what it must, so `bf16_hops` sends BF16 pairwise, gradients and
+weights, and speed-ups are over the faster of the two.
 """
 
 import argparse
@@ -164,26 +164,30 @@ def _reduce_bf16(x: Tensor, group: dist.ProcessGroup) -> None:
     x.copy_(rounded).mul_(1 / group.size())
 
 
-def scatter(kind: str, group: dist.ProcessGroup, chunk: int) -> Callable[[Tensor, Tensor], None]:
-    """Gradients [n] -> the mean of this rank's part, FP32 [n / ranks]."""
+def sharded(kind: str, group: dist.ProcessGroup, chunk: int) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Gradients [n] -> the mean of this rank's part, FP32 [n / ranks]; then every rank's part in BF16 -> FP32 [n], the
+    owner's own rounded as well.
+    """
     if kind in ("fp32", "bf16"):
         dtype = torch.float32 if kind == "fp32" else torch.bfloat16
 
-        def plain(x: Tensor, out: Tensor) -> None:
-            part = torch.empty(out.numel(), dtype=dtype)
+        def plain(x: Tensor, mine: Tensor, whole: Tensor) -> None:
+            part, every = torch.empty(mine.numel(), dtype=dtype), torch.empty(whole.numel(), dtype=torch.bfloat16)
             dist.reduce_scatter_tensor(part, x.to(dtype), group=group)
-            out.copy_(part).mul_(1 / group.size())
+            mine.copy_(part).mul_(1 / group.size())
+            dist.all_gather_into_tensor(every, mine.bfloat16(), group=group)
+            whole.copy_(every)
 
         return plain
     two_hop = TwoHop(group, make_codec(plain_name(kind)), chunk or None)
-    return lambda x, out: two_hop.reduce_scatter(x, out).wait()
 
+    def hops(x: Tensor, mine: Tensor, whole: Tensor) -> None:
+        every = torch.empty(whole.numel(), dtype=torch.bfloat16)
+        two_hop.reduce_scatter(x, mine).wait()
+        two_hop.all_gather(mine.bfloat16(), every).wait()
+        whole.copy_(every)
 
-def gather_weights(mine: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank's part in BF16 -> FP32 [n], the owner's rounded as well."""
-    every = torch.empty(whole.numel(), dtype=torch.bfloat16)
-    dist.all_gather_into_tensor(every, mine.bfloat16(), group=group)
-    whole.copy_(every)
+    return hops
 
 
 def timed_on_all(run: Callable[[], None], group: dist.ProcessGroup, repeats: int) -> tuple[float, float]:
@@ -223,13 +227,8 @@ def link_rank(args: argparse.Namespace) -> None:
         predicted = reduction_seconds(n, world, coding, link, pieces=pieces)
         counted = two_hop.bytes_sent / (args.repeats + 1) if two_hop else float("nan")
         rows.append(link_row(args.rate, world, "0", kind, n, seconds, predicted, sent, counted))
-        to_owner = scatter(kind, group, args.chunk)
-
-        def sharded(to_owner: Callable[[Tensor, Tensor], None] = to_owner) -> None:
-            to_owner(x, mine)
-            gather_weights(mine, whole, group)
-
-        seconds, sent = timed_on_all(sharded, group, args.repeats)
+        both = sharded(kind, group, args.chunk)
+        seconds, sent = timed_on_all(lambda both=both: both(x, mine, whole), group, args.repeats)  # type: ignore[misc]
         predicted = reduction_seconds(n, world, coding, link, scatter=True, pieces=pieces)
         predicted += gather_seconds(n, world, 2.0, link)
         rows.append(link_row(args.rate, world, "1, 2", kind, n, seconds, predicted, sent, float("nan")))

@@ -165,6 +165,21 @@ class TwoHop:
             steps.append(partial(self._scatter_piece, flat, ranges, out[a - start : b - start], factor))
         return self._start(steps, [flat, out])
 
+    def all_gather(self, mine: Tensor, out: Tensor) -> Work:
+        """Every rank's part, as it is: weights after a step.
+
+        Args:
+            mine: contiguous [n], any type, the same n on every rank. out: contiguous [ranks * n], of that type.
+        """
+        if out.numel() != mine.numel() * self.ranks or out.dtype != mine.dtype or not out.is_contiguous():
+            raise ValueError(f"all_gather: parts of {mine.numel()} {mine.dtype} of {self.ranks} ranks into {out.shape}")
+        if self.ranks == 1:
+            out.copy_(mine)
+            return Work()
+        parts = out.view(self.ranks, -1)
+        cut = pieces(mine.numel(), max(1, self._piece(mine.is_cuda) // self.ranks))
+        return self._start([partial(self._gather_piece, mine[a:b], parts[:, a:b]) for a, b in cut], [mine, out])
+
     def feedback(self, numel: int, device: torch.device) -> Feedback:
         """Residuals, all zero, for a tensor of `numel` values."""
         sent, owned = [], []
@@ -227,6 +242,15 @@ class TwoHop:
         sizes = [message.numel() for message in encoded]
         arrived = yield self.between.exchange(torch.cat(encoded), sizes, codec.nbytes(out.numel()))
         codec.sum_decode(arrived, out.numel(), factor, out)
+
+    def _gather_piece(self, mine: Tensor, out: Tensor) -> Steps:
+        """mine [n] -> out [ranks, n], which may have gaps between rows."""
+        arrived = yield self.between.gather(mine.view(torch.uint8))
+        if self.inside is not None:
+            nodes, places = self.between.size, self.inside.size
+            arrived = yield self.inside.gather(arrived.view(-1))  # [places, nodes, bytes]
+            arrived = arrived.view(places, nodes, -1).transpose(0, 1).reshape(nodes * places, -1)
+        out.copy_(arrived.view(mine.dtype))
 
     def _exchange(self, transport: Transport, messages: Tensor) -> Pending:
         """messages [ranks, bytes], one for each rank."""

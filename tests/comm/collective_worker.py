@@ -72,6 +72,13 @@ def reductions(rank: int, world: int, hop: str, node_size: int = 1, device: str 
         found[f"{hop} scatter {name}"] = out.cpu().numpy()
         found[f"{hop} scatter {name} bytes"] = np.array([two_hop.bytes_sent])
         two_hop.close()
+    two_hop = TwoHop(between, make_codec("squinch"), 900, inside if node_size > 1 else None, timeout=60)
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = inputs("normal", 1501, rank).to(device, dtype)
+        out = torch.empty(1501 * world, dtype=dtype, device=device)
+        two_hop.all_gather(mine, out).wait()
+        found[f"{hop} gather {dtype}"] = out.float().cpu().numpy()
+    two_hop.close()
     return found
 
 

@@ -233,6 +233,14 @@ def test_bytes_are_counted(ranks: Results) -> None:
     assert ranks[0]["flat scatter equal bytes"] == sent
 
 
+def test_all_gather(ranks: Results) -> None:
+    for hop, _ in LEVELS:
+        for dtype in (torch.float32, torch.bfloat16):
+            if (key := f"{hop} gather {dtype}") in ranks[0]:
+                expected = torch.cat([inputs("normal", 1501, r).to(dtype).float() for r in range(len(ranks))]).numpy()
+                assert all(same(rank[key], expected) for rank in ranks), key
+
+
 def test_extras(ranks: Results) -> None:
     world = len(ranks)
     if world == 1:
@@ -298,6 +306,7 @@ def test_two_gpus(tmp_path: Path) -> None:
     found = load(tmp_path, world, "nccl")
     check_reductions(found, {"flat": 1, "one node": world})
     test_reduce_scatter(found)
+    test_all_gather(found)
     test_bytes_are_counted(found)
     test_ranks_that_differ_are_named(found)
 
