@@ -58,7 +58,8 @@ def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
         b = torch.full((), f32(b), dtype=torch.float64, device=a.device)
     top = a.double() if isinstance(a, Tensor) else f32(a)
     quotient = (top / b.double()).float()
-    # The compiler drops FP32 between two conversions from and to FP64, as in a quotient of a quotient: look at the bits.
+    # The compiler of torch 2.11 drops FP32 between conversions from and to FP64, as in a quotient of a quotient, unless
+    # its bits are looked at.
     return from_pattern(pattern(quotient))
 
 
