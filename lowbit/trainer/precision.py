@@ -142,6 +142,7 @@ class RunPrecision:
         self._clocks = clocks(model)
         self._allow_graphs()
         self._rehearsed = False
+        self._done = 0  # steps when the present one is over
 
     @property
     def quantised(self) -> bool:
@@ -182,6 +183,7 @@ class RunPrecision:
         """
         if not self._rehearsed and rehearse is not None:
             self._rehearse(rehearse)
+        self._done = step + 1
         falling = decaying(self.config.optim.schedule, progress)
         self.set_active([switch.due(step, progress, falling) for switch in self.policy.switches], step)
 
@@ -200,6 +202,13 @@ class RunPrecision:
         """Move the clock. step: steps done; micro_batch: index in the step over all ranks."""
         for clock in self._clocks:
             set_clock(clock, step, micro_batch, rank)
+
+    def begin_evaluation(self) -> None:
+        """Set the clock as in a process that has just opened the checkpoint: a stochastic forward then gives the same.
+
+        Gradients are all in; the next micro-batch sets its own time.
+        """
+        self.begin_micro_batch(self._done, 0, 0)
 
     def _rehearse(self, rehearse: Callable[[], None]) -> None:
         self._rehearsed = True
@@ -239,7 +248,8 @@ class RunPrecision:
             logger.warning("the precision of this run changes after step %d: %s", step, shown)
         elif saved is not None and len(saved["active"]) == len(self.active):
             self.set_active(saved["active"])
-        self.begin_micro_batch(step, 0, 0)
+        self._done = step
+        self.begin_evaluation()
 
 
 def forward_in_words(model: Transformer) -> str:

@@ -350,6 +350,7 @@ class Pretraining:
 
     def _evaluate(self, last: bool) -> dict[str, float]:
         assert self.engine is not None
+        self.precision.begin_evaluation()
         budget = self.config.evaluation.final_tokens if last else self.config.evaluation.max_tokens
         result = self._measure(budget)
         if last:

@@ -17,9 +17,11 @@ from lowbit.configs.compose import compose
 from lowbit.configs.schema import (
     CompileMode,
     ComputeDtype,
+    PolicyConfig,
     PrecisionConfig,
     PrecisionRule,
     PrecisionSwitch,
+    ProductConfig,
     RunConfig,
     ScheduleConfig,
 )
@@ -376,12 +378,25 @@ def test_validation_says_its_precision(small: RunConfig, tmp_path: Path) -> None
         return evaluate(model, data.validation_batches(2, 512), data.tokenizer.token_bytes()).bpb
 
     assert bpb(run.model) == pytest.approx(result.val_bpb, rel=1e-9)
+    assert next(iter(lowbit_layers(run.model).values())).clock.tolist() == [4, 0, 0]
     plain = Transformer(run.config.model, run.tokenizer.vocab_size)
     plain.load_state_dict(run.model.state_dict())
     assert bpb(plain) == pytest.approx(rows(tmp_path / "run")[-1]["val_bpb_bf16"], rel=1e-9)
     assert bpb(plain) != result.val_bpb
     assert forward_in_words(run.model) == "NVFP4_POW2_46 x NVFP4_POW2_46 and fp32"
     assert forward_in_words(plain) == "fp32"
+
+
+def test_a_stochastic_forward_is_evaluated_alike_in_the_run_and_when_it_is_opened(
+    small: RunConfig, tmp_path: Path
+) -> None:
+    product = ProductConfig("NVFP4_POW2_SR", "NVFP4_POW2_SR", 16)
+    noisy = precision(forward="noisy", define={"noisy": PolicyConfig(fprop=product)})
+    result = pretrain(replace(small, precision=noisy), tmp_path / "run")
+    run = load_run(tmp_path / "run", device="cpu")
+    data = dataset_of(run)
+    again = evaluate(run.model, data.validation_batches(2, 512), data.tokenizer.token_bytes())
+    assert again.bpb == pytest.approx(result.val_bpb, rel=1e-9)
 
 
 def test_a_run_is_opened_in_the_precision_its_last_step_had(
