@@ -14,6 +14,7 @@ from torch import Tensor
 from lowbit.comm.codecs import make_codec
 from lowbit.comm.collective import TwoHop
 from lowbit.comm.transport import node_groups
+from lowbit.configs.schema import CommKind
 
 MEASURED_NUMBERS = 1 << 22
 """Numbers that a measurement sends: 16 MiB of FP32."""
@@ -112,6 +113,28 @@ def _rows(chunks: list[Tensor], dtype: torch.dtype) -> Tensor:
     for row, chunk in zip(rows, chunks, strict=True):
         row[: chunk.numel()] = chunk
     return rows
+
+
+def make_reducer(
+    kind: CommKind,
+    whole: bool,
+    place: tuple[int, int, int],
+    device: torch.device,
+    agree: Callable[[list[float]], list[float]],
+) -> tuple[Reducer, str]:
+    """What sums large gradients over the ranks, and what there is to say about the choice.
+
+    Args:
+        whole: by all-reduces (ZeRO 0) rather than reduce-scatters. place: rank, ranks, ranks of a node.
+        agree: the largest over the ranks of each number.
+    """
+    rank, world, node_size = place
+    if kind is CommKind.bf16:
+        return Bf16Reducer(rank, world), ""
+    if kind is not CommKind.auto:
+        return CodedReducer(kind.value, rank, world, node_size), ""
+    coded = CodedReducer(CommKind.sq48.value, rank, world, node_size)
+    return choose([Bf16Reducer(rank, world), coded], whole, device, agree)
 
 
 def choose(

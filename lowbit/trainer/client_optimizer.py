@@ -34,9 +34,12 @@ class ClientOptimizer(torch.optim.Optimizer):
         ours = build_optimizer(model, config, with_state=False)
         self._rows = ours.groups()
         self._rules: list[torch.optim.Optimizer] = []
+        exact = {id(p) for name, p in model.named_parameters() if used_in_fp32(name, p)}
         groups: list[dict[str, Any]] = []
         for rule, group in ours.parts:
-            for parameters in _runs(group["params"], GATHERED_NUMBERS if sharded and isinstance(rule, Muon) else None):
+            most = GATHERED_NUMBERS if sharded and isinstance(rule, Muon) else None
+            apart = [[p for p in group["params"] if (id(p) in exact) is kind] for kind in (False, True)]
+            for parameters in [run for part in apart if part for run in _runs(part, most)]:
                 groups.append(group | {"params": parameters, "peak_lr": group["lr"], "rule": len(self._rules)})
             self._rules.append(ShardedMuon(rule) if sharded and isinstance(rule, Muon) else rule)
         super().__init__(groups, {})
@@ -95,6 +98,14 @@ class ShardedMuon(torch.optim.Optimizer):
                 if group["weight_decay"]:
                     part.mul_(1 - group["lr"] * group["weight_decay"])
                 part.add_(whole, alpha=-group["lr"])
+
+
+def used_in_fp32(name: str, parameter: Tensor) -> bool:
+    """Whether a model computes with this parameter in FP32: gains of norms and other vectors, and routers.
+
+    They are groups of their own under ZeRO, whose weights travel in FP32 and whose gradients are reduced exactly.
+    """
+    return len(getattr(parameter, "ds_shape", parameter.shape)) < 2 or ".router." in name
 
 
 def _runs(parameters: list[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:

@@ -15,7 +15,6 @@ processes, or in one process.
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,15 +24,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.comm.deepspeed import Attachment, Traffic, load_deepspeed, zero_config
-from lowbit.comm.reducers import Bf16Reducer, CodedReducer, Reducer, choose
+from lowbit.comm.reducers import make_reducer
 from lowbit.comm.weights import count_gathers, gather_groups_in_bf16, gather_parameters_in_bf16
 from lowbit.configs.schema import CommKind, RunConfig, WeightsDtype
 from lowbit.data.batch import Batch
 from lowbit.errors import ConfigError
 from lowbit.models.transformer import Block, Transformer
-from lowbit.trainer.client_optimizer import ClientOptimizer
+from lowbit.trainer.client_optimizer import ClientOptimizer, used_in_fp32
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.engine import check_names, wants_compile
+from lowbit.trainer.gathered import gathered, without_hooks
 from lowbit.trainer.objective import Objective, ObjectiveOutput, run_objective
 from lowbit.trainer.optim import GroupRow
 from lowbit.trainer.shards import Shards, common_steps, partitioned_groups, partitioned_parameters, replicated
@@ -75,6 +75,7 @@ class DeepSpeedEngine:
         )
         self._traffic = Traffic()
         self._attachment: Attachment | None = None
+        self._rounded: set[int] = set()  # groups whose weights travel in BF16
         self._first_step = True
         self._ragged = False
         self._holding = False
@@ -146,8 +147,12 @@ class DeepSpeedEngine:
     def _attach(self, config: RunConfig) -> None:
         """Put our gradient reductions and our gathering of weights in place of DeepSpeed's, where asked for."""
         if config.comm.kind is not CommKind.none:
-            exact = {id(p) for p in self._parameters.values() if _dims(p) < 2 or _numel(p) < config.comm.exact_below}
-            reducer = make_reducer(config.comm.kind, self.stage == 0, self.ranks, self.device)
+            least = config.comm.exact_below
+            exact = {id(p) for name, p in self._parameters.items() if used_in_fp32(name, p) or _numel(p) < least}
+            place = (self.rank, self.world, self.ranks.local_world)
+            reducer, words = make_reducer(config.comm.kind, self.stage == 0, place, self.device, self._greatest)
+            if words:
+                logger.info("%s", words)
             self._attachment = Attachment(
                 self._ds, self.stage, self.rank, self.world, reducer, exact, traffic=self._traffic
             )
@@ -155,14 +160,20 @@ class DeepSpeedEngine:
         if self.stage in (1, 2) and self._bf16_weights:
             from deepspeed.runtime.zero import stage_1_and_2
 
-            rounded = {i for i, layout in enumerate(self.shards.groups) if len(layout.pieces[0][0]) >= 2}
-            gather_groups_in_bf16(stage_1_and_2, self._zero, rounded)
+            self._rounded = {
+                self.shards.parts[name].group for name, p in self._parameters.items() if not used_in_fp32(name, p)
+            }
+            gather_groups_in_bf16(stage_1_and_2, self._zero, self._rounded)
         if self.stage == 3:
             from deepspeed.runtime.zero import partition_parameters
 
             if self._bf16_weights:
-                gather_parameters_in_bf16([p for p in self._parameters.values() if _dims(p) >= 2])
+                gather_parameters_in_bf16([p for name, p in self._parameters.items() if not used_in_fp32(name, p)])
             count_gathers(partition_parameters, self._count_weights)
+
+    def _greatest(self, numbers: list[float]) -> list[float]:
+        """The largest over the ranks of each number."""
+        return [max(column) for column in zip(*self.ranks.gather(numbers), strict=True)]
 
     def _count_weights(self, sent: int) -> None:
         self._traffic.weights += sent
@@ -286,9 +297,8 @@ class DeepSpeedEngine:
             numbers = sum(part.shape.numel() for part in self.shards.parts.values())
             self._traffic.gradients += passes * 4 * numbers * (self.world - 1) / self.world
         if self.stage in (1, 2):
-            for layout in self.shards.groups:
-                rounded = self._bf16_weights and len(layout.pieces[0][0]) >= 2
-                self._traffic.weights += layout.size * (2 if rounded else 4) * (self.world - 1)
+            for index, layout in enumerate(self.shards.groups):
+                self._traffic.weights += layout.size * (2 if index in self._rounded else 4) * (self.world - 1)
 
     def traffic(self) -> dict[str, float]:
         """See `Engine.traffic`."""
@@ -411,8 +421,8 @@ class DeepSpeedEngine:
         """See `Engine.whole_model`. Stage 3: every rank needs memory for all weights meanwhile."""
         with ExitStack() as stack:
             if self.stage == 3:
-                stack.enter_context(_gathered(list(self._parameters.values())))
-                stack.enter_context(_without_hooks(self.model))
+                stack.enter_context(gathered(list(self._parameters.values())))
+                stack.enter_context(without_hooks(self.model))
             yield self.model if self.ranks.first else None
 
     def close(self) -> None:
@@ -420,61 +430,6 @@ class DeepSpeedEngine:
         self._ds.destroy()
 
 
-def make_reducer(kind: CommKind, whole: bool, ranks: Ranks, device: torch.device) -> Reducer:
-    """What sums large gradients over the ranks; `whole`: by all-reduces."""
-
-    def coded(codec: CommKind) -> Reducer:
-        return CodedReducer(codec.value, ranks.rank, ranks.world, ranks.local_world)
-
-    if kind is CommKind.bf16:
-        return Bf16Reducer(ranks.rank, ranks.world)
-    if kind is not CommKind.auto:
-        return coded(kind)
-
-    def agree(numbers: list[float]) -> list[float]:
-        return [max(column) for column in zip(*ranks.gather(numbers), strict=True)]
-
-    candidates: list[Reducer] = [Bf16Reducer(ranks.rank, ranks.world), coded(CommKind.sq48)]
-    chosen, words = choose(candidates, whole, device, agree)
-    logger.info("%s", words)
-    return chosen
-
-
-def _dims(parameter: Any) -> int:
-    """Dimensions of a parameter, also of one that is partitioned."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def _numel(parameter: Any) -> int:
     """Numbers of a parameter, also of one that is partitioned."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-@contextmanager
-def _gathered(parameters: list[Any]) -> Iterator[None]:
-    """Stage 3: all parameters whole on every rank."""
-    missing = [p for p in parameters if p.ds_status.name == "NOT_AVAILABLE"]
-    if missing:
-        missing[0].all_gather(missing)
-    try:
-        yield
-    finally:
-        if missing:
-            missing[0].partition(missing)
-
-
-@contextmanager
-def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """The model as it is written: no hooks that gather weights, and no compiled blocks."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    kept = [(module, kind, getattr(module, kind)) for module in model.modules() for kind in kinds]
-    forwards = [(module, module.__dict__.pop("forward")) for module in model.modules() if "forward" in module.__dict__]
-    for module, kind, _ in kept:
-        setattr(module, kind, OrderedDict())
-    try:
-        yield
-    finally:
-        for module, kind, hooks in kept:
-            setattr(module, kind, hooks)
-        for module, forward in forwards:
-            module.__dict__["forward"] = forward

@@ -51,12 +51,13 @@ def cases_of(world: int) -> list[dict[str, Any]]:
         cases += [{"name": f"tied{s}", "stage": s, "tied": True} for s in (0, 2, 3)]
         cases += [{"name": f"recompute{s}", "stage": s, "recompute": "full"} for s in (2, 3)]
     if world == 3:
+        cases += [{"name": f"moe{s}", "stage": s, "moe": True, "optimizer": "muon"} for s in (1, 3)]
         cases += [{"name": f"unused{s}", "stage": s, "objective": "half_used"} for s in (0, 1, 2, 3)]
     return cases
 
 
 def oracle(case: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in case.items() if k in ("optimizer", "tied", "objective", "steps")}
+    return {k: v for k, v in case.items() if k in ("optimizer", "tied", "objective", "moe")}
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from lowbit.configs.schema import (
     EngineConfig,
     EngineKind,
     ModelConfig,
+    MoeConfig,
     OptimConfig,
     OptimizerKind,
     Recompute,
@@ -31,6 +32,7 @@ from lowbit.configs.schema import (
     WeightsDtype,
 )
 from lowbit.data.batch import Batch
+from lowbit.models.block import BlockOutput
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.engine import Engine, LocalEngine
@@ -38,6 +40,7 @@ from lowbit.trainer.launch import open_ranks
 from lowbit.trainer.objective import NextToken, Objective, ObjectiveOutput
 
 MODEL = ModelConfig(layers=2, width=32, heads=2, kv_heads=1, mlp_width=48, max_sequence=64)
+MOE = MoeConfig(experts=4, top_k=2, expert_width=16, shared=1)
 VOCAB = 257
 MICRO_BATCHES = 12
 """In a step, over all ranks: 1, 2, 3 and 4 divide it."""
@@ -48,7 +51,7 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     return RunConfig(
         device=case.get("device", "cpu"),
         batch=BatchConfig(sequences=MICRO_BATCHES, micro_batch=1),
-        model=replace(MODEL, tied_head=case.get("tied", False)),
+        model=replace(MODEL, tied_head=case.get("tied", False), moe=MOE if case.get("moe") else MODEL.moe),
         engine=EngineConfig(
             kind=EngineKind.deepspeed,
             compile=CompileMode(case.get("compile", "off")),
@@ -112,7 +115,7 @@ def half_used(model: Transformer, batch: Batch) -> ObjectiveOutput:
     if batch.valid_tokens % 2 == 0:
         return NextToken(1e-4)(model, batch)
     block = model.blocks[1]
-    block.forward, kept = (lambda x, *rest: x), block.forward  # type: ignore[method-assign]
+    block.forward, kept = (lambda x, *rest: BlockOutput(x)), block.forward  # type: ignore[method-assign]
     try:
         return NextToken(1e-4)(model, batch)
     finally:
