@@ -1,0 +1,33 @@
+"""The numbers of docs/numerics.md are what the quantisers make of its block."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowbit.quant.quantise import fake_quantise
+from lowbit.quant.spec import SPECS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| (\w+) \| ([\d.]+) \| [^|]+ \| ([-\d. ]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+
+
+def block() -> torch.Tensor:
+    """The page's row of 128."""
+    [line] = re.findall(r"^    ([-\d. ]+)$", PAGE, re.MULTILINE)
+    return torch.cat([torch.tensor([float(x) for x in line.split()]), torch.linspace(-1, 1, 112)])[None]
+
+
+def test_the_page_has_its_rows() -> None:
+    assert len(ROWS) == 7
+    assert block().shape == (1, 128)
+
+
+@pytest.mark.parametrize("name, bits, values, error", ROWS, ids=[row[0] for row in ROWS])
+def test_a_row_is_what_the_quantiser_makes(name: str, bits: str, values: str, error: str) -> None:
+    spec, x = SPECS[name], block()
+    made = fake_quantise(x, spec)[0, :16].float()
+    assert [float(v) for v in values.split()] == pytest.approx(made.tolist(), abs=6e-5)
+    assert float(error) == pytest.approx(((made - x[0, :16].bfloat16().float()) ** 2).sum().item(), abs=6e-5)
+    assert float(bits) == spec.bits
