@@ -281,7 +281,8 @@ def size(paths: list[Path]) -> list[dict[str, Any]]:
     for path in paths:
         cache = open_cache(path)
         layout, positions = cache.layout, cache.samples * cache.length
-        totals = {k: sum(s.totals[k] for s in cache.shards) / positions for k in ("named", "entropy")}
+        counted = sum(s.totals["rows"] for s in cache.shards)
+        totals = {k: sum(s.totals[k] for s in cache.shards) / counted for k in ("named", "entropy")}
         large = Layout(layout.estimator, layout.targets, 128_256)
         extra = (large.id_bits - layout.id_bits) * layout.targets / 8 if layout.id_bits < large.id_bits else 0.0
         each = cache.bytes / positions

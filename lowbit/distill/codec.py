@@ -3,7 +3,8 @@
 A sample's record is a string of bits, least significant first in little-endian 32-bit words: one header a position,
 all T of them first, then the bodies in order. With I bits an id (17 for 128k tokens) a position is
 
-    header   count n (bits of k) | implied (1) | id width wc - base (4) | id width wp - base (4) | entropy (12)
+    header   count n (bits of k + 1) | implied (1) | id width wc - base (4) | id width wp - base (4) | entropy (12)
+             n = k + 1: the next token is not learned; no body
     body     implied:    id (I), code of the rest (8)                    0 or 1 entry
              coded:      distance from the id before (wc), code (8)      n entries, by rising id
              plain:      distance from the id before (wp)                varopt: the other k - n - implied; else none
@@ -53,7 +54,12 @@ class Layout:
 
     @property
     def count_bits(self) -> int:
-        return self.targets.bit_length()
+        return self.empty.bit_length()
+
+    @property
+    def empty(self) -> int:
+        """The count that says that a position has no targets."""
+        return self.targets + 1
 
     @property
     def header_bits(self) -> int:
@@ -110,8 +116,13 @@ def round_entropy(entropy: Tensor, u: Tensor) -> Tensor:
 # Encoding -----------------------------------------------------------------------------------------------------
 
 
-def encode(layout: Layout, kept: Kept, entropy: Tensor, noise: Noise, places: Places) -> tuple[Tensor, Tensor]:
-    """Fields of C positions: (values, widths), int64 [C, 2 k + 2] each, the header first; see the module."""
+def encode(
+    layout: Layout, kept: Kept, entropy: Tensor, noise: Noise, places: Places, counted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Fields of C positions: (values, widths), int64 [C, 2 k + 2] each, the header first; see the module.
+
+    Positions where `counted` (bool [C]) is false, whose next token is not learned, keep a header alone.
+    """
     k, device = layout.targets, kept.ids.device
     slot = torch.arange(k, device=device)
     u = noise.uniform(places, Lane.WEIGHTS, k + 1)
@@ -125,7 +136,7 @@ def encode(layout: Layout, kept: Kept, entropy: Tensor, noise: Noise, places: Pl
     coded_delta, coded_width, order = _distances(layout, kept.ids, coded)
     plain_delta, plain_width, _ = _distances(layout, kept.ids, plain)
     codes = codes.gather(1, order)
-    header, shift = count, layout.count_bits
+    header, shift = count if counted is None else torch.where(counted, count, layout.empty), layout.count_bits
     for value, bits in (
         (implied.long(), 1),
         (coded_width - layout.base, _WIDTH_BITS),
@@ -143,6 +154,8 @@ def encode(layout: Layout, kept: Kept, entropy: Tensor, noise: Noise, places: Pl
         torch.where(slot < count[:, None], coded_width[:, None] + _CODE_BITS, 0),
         torch.where(slot < plain.sum(dim=1)[:, None], plain_width[:, None], 0),
     ]
+    if counted is not None:
+        widths[1:] = [torch.where(counted[:, None], width, 0) for width in widths[1:]]
     return torch.cat(values, dim=1), torch.cat(widths, dim=1)
 
 
@@ -193,10 +206,12 @@ def decode(layout: Layout, words: Tensor, starts: Tensor, length: int) -> Decode
     start = starts[:, None] * _WORD
     header = _field(words, start + position * layout.header_bits, layout.header_bits)  # [B, T]
     count, header = header & (1 << layout.count_bits) - 1, header >> layout.count_bits
-    implied, header = header & 1, header >> 1
+    there = count != layout.empty
+    count = torch.where(there, count, 0)
+    implied, header = header & 1 & there, header >> 1
     wc, header = (header & 15) + layout.base, header >> _WIDTH_BITS
     wp, h = (header & 15) + layout.base, header >> _WIDTH_BITS
-    plain = k - count - implied if layout.estimator is Estimator.varopt else torch.zeros_like(count)
+    plain = (k - count - implied) * there if layout.estimator is Estimator.varopt else torch.zeros_like(count)
     implied_bits = implied * (layout.id_bits + _CODE_BITS)
     body = implied_bits + count * (wc + _CODE_BITS) + plain * wp
     at = start + length * layout.header_bits + body.cumsum(dim=1) - body  # [B, T]

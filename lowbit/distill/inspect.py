@@ -43,7 +43,8 @@ def statistics(cache: Cache, folder: Path) -> list[str]:
     layout, identity = cache.layout, cache.identity
     positions = cache.samples * cache.length
     each = cache.bytes / positions
-    totals = {key: sum(s.totals[key] for s in cache.shards) / positions for key in ("entropy", "named", "rest")}
+    rows = sum(s.totals["rows"] for s in cache.shards)
+    totals = {key: sum(s.totals[key] for s in cache.shards) / max(rows, 1) for key in ("entropy", "named", "rest")}
     teacher = identity["teacher"]
     named = {
         "varopt": f"{totals['named']:.1f} of {layout.targets} entries exact, with {1 - totals['rest']:.1%} of the mass",
@@ -58,7 +59,7 @@ def statistics(cache: Cache, folder: Path) -> list[str]:
         f"  data         {identity['data']['fingerprint'][:12]}, tokenizer {identity['tokenizer'][:12]}, vocabulary "
         f"{layout.vocab_size:,}",
         f"  positions    {positions:,} ({cache.samples:,} samples of {cache.length}, order and noise of seed "
-        f"{identity['seed']})",
+        f"{identity['seed']}), {rows:,.0f} with targets",
         f"  targets      {layout.estimator.value} at temperature {identity['temperature']:g}: "
         f"{named[layout.estimator.value]}",
         f"  entropy      {totals['entropy']:.3f} nats on average",

@@ -60,7 +60,7 @@ from lowbit.models.lm_head import default_chunk, token_chunks
 
 logger = logging.getLogger("lowbit")
 
-_TOTALS = ("entropy", "named", "rest")
+_TOTALS = ("rows", "entropy", "named", "rest")
 _ROWS = 8192
 """Most positions at once: with a small vocabulary, what is looked at of each weighs more than its logits."""
 
@@ -234,18 +234,17 @@ class CacheMaker:
     def rows(self, batch: Batch, sample: int) -> tuple[Tensor, Tensor, Tensor]:
         """Targets of a micro-batch (on the CPU) whose first global sample is `sample`.
 
-        Returns words int64 [W], words of each sample [B], and the sums that records keep [3], on the teacher's device.
+        Returns words int64 [W], words of each sample [B], and the sums that records keep [4], on the teacher's device.
 
-        Raises: DataError for a position without a next token; NonFiniteError where the teacher's logits are not finite.
+        A position whose next token is not learned (weight 0: none there, or not of the answer) keeps an empty row.
+
+        Raises: NonFiniteError where the teacher's logits are not finite.
         """
-        missing = (batch.weights == 0).nonzero()
-        if len(missing):
-            row, position = missing[0].tolist()
-            raise DataError(f"sample {sample + row} has no token after position {position}: it cannot be distilled")
         size, length = batch.tokens.shape
         here = batch.to(self._device)
         hidden = self.teacher.hidden(here)  # [B * T, width]
         index = torch.arange(size * length, device=self._device)
+        counted = here.weights.flatten() != 0
         places = Places(sample + index // length, index % length)
         values, widths, lse = [], [], []
         totals = torch.zeros(len(_TOTALS), dtype=torch.float64, device=self._device)
@@ -253,11 +252,12 @@ class CacheMaker:
             logits = hidden[chunk] @ self._matrix.t()
             p = Distributions(logits, self.layout.vocab_size, self.teacher.softcap, self.config.temperature)
             kept = self._sampler(p, self.layout.targets, self._noise, places[chunk])
-            value, width = encode(self.layout, kept, p.entropy, self._noise, places[chunk])
+            value, width = encode(self.layout, kept, p.entropy, self._noise, places[chunk], counted[chunk])
             values.append(value)
             widths.append(width)
             lse.append(p.lse)
-            totals += torch.stack([p.entropy.sum(), kept.named.double().sum(), kept.rest.sum()])
+            each = torch.stack([torch.ones_like(p.lse), p.entropy, kept.named.double(), kept.rest])
+            totals += torch.where(counted[chunk], each, 0.0).sum(dim=1)
         finite = torch.isfinite(torch.cat(lse))
         if not bool(finite.all()):
             bad = int((~finite).nonzero()[0])

@@ -7,10 +7,10 @@
 
 A shard is, little-endian: the magic b"LBKD0001"; uint32 samples S; uint32 positions a sample T; uint64 [S + 1], the
 word at which each sample begins (counted from the end of this header) and the end; uint32 [S], CRC-32 of each sample's
-T + 1 tokens as int32; padding to 8 bytes; then the samples, words of 32 bits (`codec`).
+tokens and targets as int32; padding to 8 bytes; then the samples, words of 32 bits (`codec`).
 
-Row t of a sample is the teacher's distribution of token t + 1 given tokens 0..t. The checksum covers tokens 0..T, so
-that rows joined to other text, or shifted by one, are an error and not a bad student.
+Row t of a sample is the teacher's distribution of the token after t, the batch's target there. The checksum covers
+both, so that rows joined to other text, or shifted by one, are an error and not a bad student.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class Shard:
     bytes: int
     sha256: str
     totals: dict[str, float]
-    """Sums over its positions: entropy, named, rest."""
+    """Over its positions that have targets: their number (rows), and sums of entropy, named entries and rest."""
 
 
 def shard_name(number: int) -> str:
@@ -72,8 +72,8 @@ def shard_size(samples: int, identity: dict[str, Any], number: int) -> tuple[int
 
 
 def token_checksums(batch: Batch) -> NDArray[np.uint32]:
-    """CRC-32 of each sequence of a batch on the CPU: its tokens and its last target, as int32. [B]"""
-    rows = torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1).to(torch.int32).numpy()
+    """CRC-32 of each sequence of a batch on the CPU: its tokens, then its targets, as int32. [B]"""
+    rows = torch.cat([batch.tokens, batch.targets], dim=1).to(torch.int32).numpy()
     return np.array([zlib.crc32(row.astype("<i4").tobytes()) for row in rows], dtype="<u4")
 
 

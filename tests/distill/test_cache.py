@@ -284,11 +284,20 @@ def test_logits_that_are_not_finite(maker: Make, teacher: Teacher, dataset: Data
         maker(tmp_path / "c").rows(batch, 4)
 
 
-def test_a_position_without_a_next_token(maker: Make, dataset: Dataset, tmp_path: Path) -> None:
-    batch = batch_of(dataset, [4, 5])
-    batch.weights[1, -1] = 0.0
-    with pytest.raises(DataError, match="sample 5 has no token after position 31"):
-        maker(tmp_path / "c").rows(batch, 4)
+def test_positions_whose_next_token_is_not_learned_have_empty_rows(
+    maker: Make, dataset: Dataset, tmp_path: Path
+) -> None:
+    """A last token without a next one, or a prompt: no targets, few bits, and nothing else changes."""
+    m, batch = maker(tmp_path / "c"), batch_of(dataset, [4, 5])
+    whole, sizes, totals = m.rows(batch, 4)
+    before = decode(m.layout, whole.to(torch.int32), sizes.cumsum(0) - sizes, 32)
+    batch.weights[1, -1] = batch.weights[0, 3:20] = 0.0
+    fewer, sizes, left = m.rows(batch, 4)
+    after = decode(m.layout, fewer.to(torch.int32), sizes.cumsum(0) - sizes, 32)
+    kept = batch.weights != 0
+    assert torch.equal(before.ids[kept], after.ids[kept]) and torch.equal(before.weights[kept], after.weights[kept])
+    assert not after.weights[~kept].any() and not after.ids[~kept].any()
+    assert (float(totals[0]), float(left[0])) == (64, 46) and len(fewer) < 0.8 * len(whole)
 
 
 def test_teacher_and_data_must_fit(maker: Make, teacher: Teacher, tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ from lowbit.distill.codec import ZERO, Decoded, Layout, decode, encode, pack, ro
 from lowbit.distill.estimators import Kept, sampler
 from lowbit.distill.noise import Noise, Places
 
+SKIPPED = 7
+"""A position of every sample that has no targets."""
+
 
 def keep(estimator: Estimator, logits: Tensor, k: int, samples: int, seed: int = 3) -> tuple[Kept, Tensor, Places]:
     """Targets and entropies of [samples * T] positions."""
@@ -25,7 +28,8 @@ def keep(estimator: Estimator, logits: Tensor, k: int, samples: int, seed: int =
 
 def store(layout: Layout, kept: Kept, entropy: Tensor, places: Places, samples: int) -> tuple[Tensor, Tensor]:
     """(words int32, first word of each sample)."""
-    values, widths = encode(layout, kept, entropy, Noise(9, "codes"), places)
+    counted = places.position != SKIPPED
+    values, widths = encode(layout, kept, entropy, Noise(9, "codes"), places, counted)
     words, sizes = pack(values, widths, samples)
     assert len(words) == int(sizes.sum())
     return words.to(torch.int32), sizes.cumsum(0) - sizes
@@ -58,12 +62,21 @@ def plain_reader(layout: Layout, words: Tensor, length: int) -> list[tuple[dict[
     headers = []
     for _ in range(length):
         headers.append(
-            (stream.take(k.bit_length()), stream.take(1), stream.take(4) + base, stream.take(4) + base, stream.take(12))
+            (
+                stream.take((k + 1).bit_length()),
+                stream.take(1),
+                stream.take(4) + base,
+                stream.take(4) + base,
+                stream.take(12),
+            )
         )
     out = []
     for count, implied, wc, wp, entropy in headers:
         weights: dict[int, float] = {}
         first, rest = -1, 0.0
+        if count == k + 1:
+            out.append((weights, entropy / 256))
+            continue
         if implied:
             first, rest = stream.take(ids), level(stream.take(8))
         at = 0
@@ -105,6 +118,7 @@ def test_bits_against_a_plain_reader(estimator: Estimator, k: int, vocab: int) -
     ends = [*starts.tolist()[1:], len(words)]
     for s, (start, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
         for t, (weights, h) in enumerate(plain_reader(layout, words[start:end], length)):
+            assert bool(weights) == (t != SKIPPED)
             row = got.ids[s, t], got.weights[s, t]
             ours: dict[int, float] = {}
             for i, w in zip(row[0].tolist(), row[1].tolist(), strict=True):
