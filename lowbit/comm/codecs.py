@@ -15,7 +15,7 @@ from lowbit.comm.squinch import ReferenceSquinch
 from lowbit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lowbit.comm.kernels.squinch import TritonCoder
+    from lowbit.comm.kernels.coder import TritonCoder
 
 
 class Squinch(ReferenceSquinch):
@@ -92,7 +92,7 @@ class Squinch(ReferenceSquinch):
     def on_gpu(self) -> "TritonCoder":
         """The Triton coder: Triton is there only with a CUDA build of PyTorch."""
         if self._gpu is None:
-            from lowbit.comm.kernels.squinch import WARPS, TritonCoder
+            from lowbit.comm.kernels.coder import WARPS, TritonCoder
 
             self._gpu = TritonCoder(self.grid, self.search, self._warps or WARPS)
         return self._gpu

@@ -25,25 +25,20 @@ import torch
 from torch import Tensor
 
 from lowbit.comm import message as messages
+from lowbit.comm.fast_tables import OFFSET, FastTables
 from lowbit.comm.grid import (
     CODE_MAX,
     CODE_NAN,
-    EIGHTHS,
     EIGHTHS_MAX,
     EXPONENT_MAX,
     EXPONENT_MIN,
     FP32_MANTISSA,
-    HALF_EIGHTHS,
     LARGEST_BITS,
-    SHRINK,
     SQ48,
     SQ96,
     SQUINCH,
     TILE,
     Grid,
-    squinch_reciprocals,
-    squinch_thresholds,
-    squinch_units,
 )
 
 Bytes = npt.NDArray[np.uint8]
@@ -57,78 +52,12 @@ CHUNK = 32 * TILE
 microsecond however short the rows are.
 """
 
-INFINITY, FINITE = 0x7F800000, 0x7F7FFFFF
-MAGNITUDES = np.uint64(0x7FFFFFFF_7FFFFFFF)
-OFFSET = 1016
-"""Tables over s, a scale in eighths of an octave, begin at s = -1016: entry s + OFFSET."""
+FINITE = 0x7F7FFFFF
+"""Bits of the largest FP32 number."""
 
+MAGNITUDES = np.uint64(0x7FFFFFFF_7FFFFFFF)
 LINEAR = 6 * math.log(2) / FP32_MANTISSA
 """6 ln m lies between LINEAR * (bits of m) - 127 * 6 ln 2 and 0.36 more: ln(1 + f) between f ln 2 and f ln 2 + 0.06."""
-
-
-class FastTables:
-    """A grid's tables. Built once a codec."""
-
-    def __init__(self, grid: Grid, search: bool) -> None:
-        self.bits = 4 if grid.levels < 16 else 5
-        self.entry = _entries(grid, search, self.bits)
-        scales = range(-OFFSET, EIGHTHS_MAX + 2)
-        self.scale_bits = torch.tensor([_scale_bits(s, EIGHTHS) for s in scales], dtype=torch.int32)
-        self.half_bits = torch.tensor([_scale_bits(s, HALF_EIGHTHS) for s in scales], dtype=torch.int32)
-        self.units = self.scale_bits.view(torch.float32)
-        lowest = 8 * EXPONENT_MIN - CODE_MAX + 1  # no block has a smaller scale
-        reciprocals = [0.0] * (lowest + OFFSET)
-        reciprocals += [float(self.units[96 - s + OFFSET] * (grid.steps / 4096)) for s in scales if s >= lowest]
-        self.reciprocals = torch.tensor(reciprocals, dtype=torch.float32).view(torch.int32)
-        self.thresholds = torch.tensor([*squinch_thresholds(), math.inf], dtype=torch.float32).view(torch.int32)
-        self.squinch_largest = int(self.thresholds[-2])
-        self.squinch_units = torch.tensor(squinch_units(), dtype=torch.float32)
-        self.squinch_reciprocals = torch.tensor(squinch_reciprocals(), dtype=torch.float32).view(torch.int32)
-        self.pairs = _value_pairs(grid)
-        self.upper = _upper_parts(grid)
-
-
-def _entries(grid: Grid, search: bool, bits: int) -> Tensor:
-    """int32: what a value at step i of its block's scale means. Without the search steps go 4.5% beyond the grid; those
-    have the highest level.
-    """
-    above = 2 * bits + grid.block.bit_length() - 1
-    q, q_shrunk = grid.codes(), grid.codes(SHRINK)
-    at, at_shrunk = grid.level_steps(), grid.level_steps(SHRINK)
-    entries = []
-    for i in range(grid.steps + 1):
-        difference = (i - at_shrunk[q_shrunk[i]]) ** 2 - (i - at[q[i]]) ** 2
-        entries.append(difference << above | q_shrunk[i] << bits | q[i] if search else q[i])
-    return torch.tensor(entries + entries[-1:] * (grid.steps // 8), dtype=torch.int32)
-
-
-def _scale_bits(s: int, mantissas: tuple[int, ...]) -> int:
-    """FP32 bits of 2**(s/8), or of the middle between it and the next scale."""
-    return ((s >> 3) + 127) << 23 | mantissas[s & 7] if s >> 3 < 128 else INFINITY
-
-
-def _value_pairs(grid: Grid) -> Tensor:
-    """Two FP32 values as one int64. Index: a byte of codes | two signs << 8; for sq96 the pair code, 0..2047."""
-    value = torch.tensor(grid.level_values(), dtype=torch.float32)
-    if grid is SQ96:
-        side = 2 * grid.levels + 1
-        code = torch.arange(2048).clamp(max=side * side - 1)
-        signed = torch.stack([code // side, code % side], dim=1) - grid.levels
-        pair = torch.where(signed < 0, -value[signed.abs()], value[signed.abs()])
-    else:
-        code = torch.arange(1024)
-        pair = value[torch.stack([code & 15, (code >> 4) & 15], dim=1)]
-        pair = torch.where(torch.stack([code >> 8, code >> 9], dim=1) & 1 > 0, -pair, pair)
-    return pair.contiguous().view(torch.int64).flatten()
-
-
-def _upper_parts(grid: Grid) -> Tensor:
-    """Bits 8 and up of four neighbouring indices into the value pairs, as four int16 in one int64. Index: a byte of
-    signs, two bits an index; for sq96 twelve high bits, three an index.
-    """
-    width, count = (3, 4096) if grid is SQ96 else (2, 256)
-    parts = torch.arange(count)[:, None] >> (width * torch.arange(4)) & (1 << width) - 1
-    return (parts << 8).to(torch.int16).view(torch.int64).flatten()
 
 
 class Planes:

@@ -6,6 +6,7 @@ import pytest
 
 from lowbit.comm.cost import (
     CPU_CODINGS,
+    GPU_CODINGS,
     Coding,
     Link,
     best,
@@ -81,6 +82,11 @@ def test_slow_links_favour_few_bits_and_fast_links_do_not() -> None:
     assert best(fast).coding.name in ("fp32", "bf16")
     sharded = {row.coding.name: row.seconds for row in compare(parameters, 1, 4, Link(100e6))}
     assert 1.35 < sharded["bf16"] / sharded["squinch"] < 4 / 2.75
+
+
+def test_on_gpus_the_gain_is_that_of_the_bytes() -> None:
+    rows = {row.coding.name: row.seconds for row in compare(8 * 10**9, 0, 16, Link(25e9), GPU_CODINGS)}
+    assert rows["bf16"] / rows["squinch"] == pytest.approx(16 / 6, rel=0.03)
 
 
 def test_codec_bound_reductions_cost_the_codec() -> None:

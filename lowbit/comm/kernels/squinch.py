@@ -15,29 +15,10 @@ Same bits as the reference, without its tables:
 
 import math
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from lowbit.comm import message as messages
-from lowbit.comm.grid import (
-    EIGHTHS,
-    HALF_EIGHTHS,
-    LARGEST_BITS,
-    SHRINK,
-    SQ48,
-    SQ96,
-    SQUINCH,
-    TILE,
-    Grid,
-    squinch_reciprocals,
-    squinch_thresholds,
-    squinch_units,
-)
-
-WARPS = 16
-"""One block of 8 values a thread: then no value changes threads between load and store."""
+from lowbit.comm.grid import LARGEST_BITS, TILE
 
 ROUND = tl.constexpr(8388608.0)
 """2**23: x + ROUND, 0 <= x < 2**22, holds the nearest whole number in its low bits."""
@@ -53,23 +34,6 @@ SIZE = tl.constexpr(TILE)
 # Offsets in the table of FP32 numbers, and of int32 ones
 LEVEL_VALUES, THRESHOLDS, UNITS, RECIPROCALS = (tl.constexpr(v) for v in (0, 32, 288, 544))
 STEPS_OF_EIGHTHS, STEPS_OF_HALVES = tl.constexpr(0), tl.constexpr(8)
-
-
-def _constants(grid: Grid) -> dict[str, object]:
-    """Compile-time constants of a format."""
-    inverse = 1 / grid.power
-    return {
-        "PUBLISHED": grid is SQUINCH,
-        "PAIRED": grid is SQ96,
-        "BLOCK": grid.block,
-        "LEVELS": grid.levels,
-        "STEPS": grid.steps,
-        "INVERSE": inverse,
-        "OFFSET": math.log2(grid.levels) - math.log2(grid.steps) * inverse,
-        "GROW": SHRINK**-inverse,
-        "POSITION": grid.steps / grid.levels**grid.power,
-        "SHRINK": SHRINK,
-    }
 
 
 @triton.jit
@@ -306,7 +270,7 @@ def _read(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _encode(  # type: ignore[no-untyped-def]
+def encode_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, n, per_row, row_bytes, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
     PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
     STEPS: tl.constexpr, INVERSE: tl.constexpr, OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr,
@@ -344,7 +308,7 @@ def _store(x0, x1, out, left, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _decode(  # type: ignore[no-untyped-def]
+def decode_kernel(  # type: ignore[no-untyped-def]
     message_ptr, out_ptr, n, per_row, row_bytes, blocks, scales_at, first_at, second_at, floats, integers,
     PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -359,7 +323,7 @@ def _decode(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sum(  # type: ignore[no-untyped-def]
+def sum_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, out_ptr, n, factor, row_bytes, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
     RANKS: tl.constexpr, ENCODE: tl.constexpr, SCALED: tl.constexpr,
     PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
@@ -386,54 +350,3 @@ def _sum(  # type: ignore[no-untyped-def]
     else:
         begin = tl.cast(tile, tl.int64) * SIZE
         _store(x0, x1, out_ptr + begin, tl.cast(n, tl.int64) - begin, BLOCK)
-
-
-class TritonCoder:
-    """Messages in one grid, on a GPU. Has no state besides its tables."""
-
-    def __init__(self, grid: Grid = SQ48, search: bool = True, warps: int = WARPS) -> None:
-        self.grid, self.search, self.warps = grid, search and grid is not SQUINCH, warps
-        self.constants = _constants(grid)
-        self.header = messages.header_words(grid, 0)[0]
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """FP32 and int32 numbers that the kernels look up."""
-        if device not in self._tables:
-            values = [*self.grid.level_values(), *[0.0] * 32][:32]
-            values += [*squinch_thresholds(), math.inf, math.inf, *squinch_units(), *squinch_reciprocals()]
-            floats = torch.tensor(values, dtype=torch.float32, device=device)
-            self._tables[device] = floats, torch.tensor(EIGHTHS + HALF_EIGHTHS, dtype=torch.int32, device=device)
-        return self._tables[device]
-
-    def encode(self, x: Tensor, rows: int, per_row: int, out: Tensor) -> None:
-        """x [n], n <= rows * per_row, continued with zeros -> out uint8 [rows, nbytes(per_row)]."""
-        at = messages.layout(self.grid, per_row)
-        tiles = max(1, triton.cdiv(per_row, TILE))
-        _encode[(tiles, rows)](
-            x, out, x.numel(), per_row, at.nbytes, at.tiles, at.blocks, at.scales, at.first, at.second, self.header,
-            *self.tables(x.device), SEARCH=self.search, APPROXIMATE=x.is_cuda, **self.constants, num_warps=self.warps,
-            enable_fp_fusion=False,
-        )  # fmt: skip
-
-    def decode(self, messages_: Tensor, per_row: int, out: Tensor) -> None:
-        """messages_ uint8 [rows, nbytes(per_row)] -> out [n] of any float type, n <= rows * per_row."""
-        at = messages.layout(self.grid, per_row)
-        rows = triton.cdiv(out.numel(), max(1, per_row))
-        if rows:
-            _decode[(triton.cdiv(per_row, TILE), rows)](
-                messages_, out, out.numel(), per_row, at.nbytes, at.blocks, at.scales, at.first, at.second,
-                *self.tables(out.device), **self._reading(), num_warps=self.warps, enable_fp_fusion=False,
-            )  # fmt: skip
-
-    def _reading(self) -> dict[str, object]:
-        return {key: self.constants[key] for key in ("PUBLISHED", "PAIRED", "BLOCK", "LEVELS")}
-
-    def sum(self, rows: Tensor, n: int, factor: float, out: Tensor, encode: bool) -> None:
-        """rows uint8 [ranks, nbytes(n)] -> their sum times factor: FP32 [n], or a message, uint8 [nbytes(n)]."""
-        at = messages.layout(self.grid, n)
-        _sum[(max(1, triton.cdiv(n, TILE)),)](
-            rows, out, n, factor, at.nbytes, at.tiles, at.blocks, at.scales, at.first, at.second, self.header,
-            *self.tables(rows.device), RANKS=rows.shape[0], ENCODE=encode, SCALED=factor != 1.0, SEARCH=self.search,
-            APPROXIMATE=rows.is_cuda, **self.constants, num_warps=self.warps, enable_fp_fusion=False,
-        )  # fmt: skip

@@ -1,0 +1,94 @@
+"""Calls of the Triton kernels: tables, grids, constants of each format."""
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from lowbit.comm import message as messages
+from lowbit.comm.grid import (
+    EIGHTHS,
+    HALF_EIGHTHS,
+    SHRINK,
+    SQ48,
+    SQ96,
+    SQUINCH,
+    TILE,
+    Grid,
+    squinch_reciprocals,
+    squinch_thresholds,
+    squinch_units,
+)
+from lowbit.comm.kernels.squinch import decode_kernel, encode_kernel, sum_kernel
+
+WARPS = 16
+"""One block of 8 values a thread: then no value changes threads between load and store."""
+
+
+def _constants(grid: Grid) -> dict[str, object]:
+    """Compile-time constants of a format."""
+    inverse = 1 / grid.power
+    return {
+        "PUBLISHED": grid is SQUINCH,
+        "PAIRED": grid is SQ96,
+        "BLOCK": grid.block,
+        "LEVELS": grid.levels,
+        "STEPS": grid.steps,
+        "INVERSE": inverse,
+        "OFFSET": math.log2(grid.levels) - math.log2(grid.steps) * inverse,
+        "GROW": SHRINK**-inverse,
+        "POSITION": grid.steps / grid.levels**grid.power,
+        "SHRINK": SHRINK,
+    }
+
+
+class TritonCoder:
+    """Messages in one grid, on a GPU. Has no state besides its tables."""
+
+    def __init__(self, grid: Grid = SQ48, search: bool = True, warps: int = WARPS) -> None:
+        self.grid, self.search, self.warps = grid, search and grid is not SQUINCH, warps
+        self.constants = _constants(grid)
+        self.header = messages.header_words(grid, 0)[0]
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """FP32 and int32 numbers that the kernels look up."""
+        if device not in self._tables:
+            values = [*self.grid.level_values(), *[0.0] * 32][:32]
+            values += [*squinch_thresholds(), math.inf, math.inf, *squinch_units(), *squinch_reciprocals()]
+            floats = torch.tensor(values, dtype=torch.float32, device=device)
+            self._tables[device] = floats, torch.tensor(EIGHTHS + HALF_EIGHTHS, dtype=torch.int32, device=device)
+        return self._tables[device]
+
+    def encode(self, x: Tensor, rows: int, per_row: int, out: Tensor) -> None:
+        """x [n], n <= rows * per_row, continued with zeros -> out uint8 [rows, nbytes(per_row)]."""
+        at = messages.layout(self.grid, per_row)
+        tiles = max(1, triton.cdiv(per_row, TILE))
+        encode_kernel[(tiles, rows)](
+            x, out, x.numel(), per_row, at.nbytes, at.tiles, at.blocks, at.scales, at.first, at.second, self.header,
+            *self.tables(x.device), SEARCH=self.search, APPROXIMATE=x.is_cuda, **self.constants, num_warps=self.warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def decode(self, messages_: Tensor, per_row: int, out: Tensor) -> None:
+        """messages_ uint8 [rows, nbytes(per_row)] -> out [n] of any float type, n <= rows * per_row."""
+        at = messages.layout(self.grid, per_row)
+        rows = triton.cdiv(out.numel(), max(1, per_row))
+        if rows:
+            decode_kernel[(triton.cdiv(per_row, TILE), rows)](
+                messages_, out, out.numel(), per_row, at.nbytes, at.blocks, at.scales, at.first, at.second,
+                *self.tables(out.device), **self._reading(), num_warps=self.warps, enable_fp_fusion=False,
+            )  # fmt: skip
+
+    def _reading(self) -> dict[str, object]:
+        return {key: self.constants[key] for key in ("PUBLISHED", "PAIRED", "BLOCK", "LEVELS")}
+
+    def sum(self, rows: Tensor, n: int, factor: float, out: Tensor, encode: bool) -> None:
+        """rows uint8 [ranks, nbytes(n)] -> their sum times factor: FP32 [n], or a message, uint8 [nbytes(n)]."""
+        at = messages.layout(self.grid, n)
+        sum_kernel[(max(1, triton.cdiv(n, TILE)),)](
+            rows, out, n, factor, at.nbytes, at.tiles, at.blocks, at.scales, at.first, at.second, self.header,
+            *self.tables(rows.device), RANKS=rows.shape[0], ENCODE=encode, SCALED=factor != 1.0, SEARCH=self.search,
+            APPROXIMATE=rows.is_cuda, **self.constants, num_warps=self.warps, enable_fp_fusion=False,
+        )  # fmt: skip
