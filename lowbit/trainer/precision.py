@@ -35,7 +35,7 @@ from lowbit.quant.kernels import cpu
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
 from lowbit.quant.report import EMULATED, NATIVE, PolicyReport, report
-from lowbit.quant.stages import PrecisionPolicy, Stage, describe, resolve
+from lowbit.quant.stages import PrecisionPolicy, Stage, StagePolicy, describe, resolve
 from lowbit.trainer.hardware import compute_dtype, device_name, fast_bf16
 from lowbit.trainer.schedule import decaying
 
@@ -88,10 +88,16 @@ def _later(
     policy: PrecisionPolicy, first: PolicyReport, model: Transformer, chooser: Chooser, plain: str
 ) -> list[PolicyReport]:
     """The report after each switch, one after the other as they are listed."""
-    layers, count = candidates(model), len(policy.switches)
+    count = len(policy.switches)
     stages = [policy.training([i <= last for i in range(count)]) for last in range(count)]
-    found = [bound(stage, layers, chooser) for stage in stages]
-    return [report(policies, first.dtype, first.device, plain, remarks) for policies, remarks in found]
+    return [_report_of(stage, first, model, chooser, plain) for stage in stages]
+
+
+def _report_of(
+    stage: StagePolicy, first: PolicyReport, model: Transformer, chooser: Chooser, plain: str
+) -> PolicyReport:
+    policies, remarks = bound(stage, candidates(model), chooser)
+    return report(policies, first.dtype, first.device, plain, remarks)
 
 
 def describe_precision(
@@ -129,6 +135,7 @@ class RunPrecision:
         self.model = model
         self.policy = resolve(config.precision)
         self.chooser = Chooser.on(device, dtype, config.precision.backend, check=True)
+        self._plain = _plain(dtype, device)
         self.report = apply_policy(
             model,
             self.policy,
@@ -136,7 +143,7 @@ class RunPrecision:
             dtype=_word(dtype),
             device=device_name(device),
             chooser=self.chooser,
-            plain=_plain(dtype, device),
+            plain=self._plain,
         )
         self.active = (False,) * len(self.policy.switches)
         self._clocks = clocks(model)
@@ -153,8 +160,7 @@ class RunPrecision:
 
     def lines(self) -> list[str]:
         """What the run's start prints."""
-        plain = _plain(self.model.compute_dtype, self.model.head_weight.device)
-        later = _later(self.policy, self.report, self.model, self.chooser, plain)
+        later = _later(self.policy, self.report, self.model, self.chooser, self._plain)
         return describe_precision(self.config, self.policy, self.report, later)
 
     def _allow_graphs(self) -> None:
@@ -232,17 +238,18 @@ class RunPrecision:
     # Checkpoints ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint's meta: the policy, and which switches were due in the last step."""
-        return {"policy": self.policy.as_dict(), "compute": self.report.dtype, "active": list(self.active)}
+        """For a checkpoint's meta: the policy, which switches were due in the last step, and what layers then got."""
+        stage = self.policy.training(self.active)
+        got = _report_of(stage, self.report, self.model, self.chooser, self._plain)
+        return {"policy": self.policy.as_dict(), "active": list(self.active), "layers": got.as_dict()}
 
     def resume(self, saved: dict[str, Any] | None, step: int) -> None:
         """Go back to where a checkpoint was, and say if it was trained in another precision.
 
         The clock is that of `step`, so that a forward whose noise it keys is the same in every process.
         """
-        here = self.state()
-        if saved is not None and saved["policy"] != here["policy"]:
-            was, now = flatten(saved["policy"]), flatten(here["policy"])
+        if saved is not None and saved["policy"] != self.policy.as_dict():
+            was, now = flatten(saved["policy"]), flatten(self.policy.as_dict())
             keys = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
             shown = "; ".join(f"{key}: {was.get(key, 'nothing')} so far, {now.get(key, 'nothing')} now" for key in keys)
             logger.warning("the precision of this run changes after step %d: %s", step, shown)

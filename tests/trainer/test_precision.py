@@ -411,6 +411,9 @@ def test_a_run_is_opened_in_the_precision_its_last_step_had(
         return any(layer.policy.quantised for layer in lowbit_layers(model).values())
 
     assert quantised(before.model) and not quantised(last.model)
+    for step, format in ((2, "NVFP4_POW2_46"), (4, "FP32")):
+        meta = json.loads((tmp_path / f"run/checkpoints/step_{step:08d}/meta.json").read_text())["meta"]["precision"]
+        assert meta["layers"]["rows"][0]["format"] == format and meta["active"] == [step == 4]
 
 
 def test_another_precision_goes_on_and_says_so(
