@@ -23,20 +23,28 @@ def plan(
             min=0.1, max=1e6, help="Memory of the GPU to plan for, in GiB; without it, this machine's device."
         ),
     ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Processes, each with its own device; needs engine=deepspeed.")
+    ] = 1,
 ) -> None:
     """Print parameters, FLOPs a token, memory by part, the largest micro-batch that fits, the run's length, and what
     each layer computes in."""
+    from lowbit.configs.validate import check_world
     from lowbit.trainer.hardware import pick_device
     from lowbit.trainer.plan import plan as make_plan
     from lowbit.trainer.precision import plan_precision
+    from lowbit.trainer.zero_plan import describe_wire
 
     config = read(overrides)
     precision = plan_precision(config, None if memory_gb is not None else pick_device(config.device))
     device, memory_bytes, compute_bytes = _device(config, memory_gb)
     vocab_size = _vocab_size(config)
-    made = make_plan(config, vocab_size, compute_bytes=compute_bytes, memory_bytes=memory_bytes)
+    check_world(config, ranks)
+    made = make_plan(config, vocab_size, compute_bytes=compute_bytes, memory_bytes=memory_bytes, ranks=ranks)
     dtype = "bf16" if compute_bytes == 2 else "fp32"
     lines = describe(config, made, vocab_size, f"{device}, {memory_bytes / GIB:.1f} GiB, {dtype}")
+    if ranks > 1:
+        lines.append(describe_wire(config, compute_bytes, ranks))
     print("\n".join([*lines, *precision]))
 
 

@@ -17,6 +17,7 @@ from lowbit.models.cost import (
     parameter_parts,
     training_memory,
 )
+from lowbit.trainer.zero_plan import zero_memory
 
 RESERVE = 1_000_000_000
 """Bytes the libraries and the driver take for themselves."""
@@ -63,28 +64,35 @@ class Plan:
         return None if self.length.tokens is None else self.length.tokens * self.flops_per_token
 
 
-def plan(config: RunConfig, vocab_size: int, *, compute_bytes: int = 2, memory_bytes: int | None = None) -> Plan:
+def plan(
+    config: RunConfig, vocab_size: int, *, compute_bytes: int = 2, memory_bytes: int | None = None, ranks: int = 1
+) -> Plan:
     """Plan a run.
 
     Args:
         vocab_size: tokens of the tokenizer. compute_bytes: 2 for BF16, 4 for FP32. memory_bytes: of one device.
+        ranks: processes that share it, each on its own device.
     """
     length = config.data.sequence_length
     shape = (config.model, vocab_size)
+    parts = parameter_parts(*shape)
     usable = None if memory_bytes is None else max(0, int(memory_bytes * (1 - FRAGMENTATION)) - RESERVE)
+    alone = training_memory(
+        *shape, config.batch.micro_batch, length, compute_bytes, config.engine.recompute, config.optim.kind
+    )
+    memory = zero_memory(config, parts, alone, ranks)
+    shared = alone.total - memory.total  # what other ranks keep
     fitting = {
-        kind.value: largest_micro_batch(usable, *shape, length, compute_bytes, kind, config.optim.kind)
+        kind.value: largest_micro_batch(usable + shared, *shape, length, compute_bytes, kind, config.optim.kind)
         for kind in (Recompute if usable is not None else ())
         if usable is not None
     }
     return Plan(
-        parameters=parameter_parts(*shape),
+        parameters=parts,
         flops_per_token=flops_per_token(*shape, length),
         tokens_per_step=config.batch.sequences * length,
         length=run_length(config),
-        memory=training_memory(
-            *shape, config.batch.micro_batch, length, compute_bytes, config.engine.recompute, config.optim.kind
-        ),
+        memory=memory,
         usable_bytes=usable,
         largest_micro_batch=fitting,
         kv_cache_bytes_per_token=kv_cache_bytes_per_token(config.model, compute_bytes),

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from lowbit.cli.plan import describe
 from lowbit.configs.compose import compose
 from lowbit.configs.schema import BatchConfig, BatchWarmupConfig, RunConfig
-from lowbit.trainer.plan import Length, plan, run_length
+from lowbit.trainer.plan import Length, Plan, plan, run_length
 from lowbit.trainer.schedule import progress, sequences_at
+from lowbit.trainer.zero_plan import describe_wire, wire
 
 
 def simulate(config: RunConfig) -> Length:
@@ -81,3 +82,34 @@ def test_what_is_printed() -> None:
     small = compose(["preset=cpu"])
     text = "\n".join(describe(small, plan(small, 4096, memory_bytes=8 * 2**30), 4096, "a GPU"))
     assert "fits in" in text and "at most 1.6 minutes" in text
+
+
+def test_memory_and_wire_under_zero() -> None:
+    """Against the table of trainer/zero_plan.py, at one billion parameters' worth of model on four ranks."""
+    config = compose(
+        ["model=1b", "optim=adamw", "engine=deepspeed", "batch.sequences=32", "batch.micro_batch=8", "comm=sq48"]
+    )
+
+    def of(stage: int, micro_batch: int = 8) -> tuple[Plan, RunConfig]:
+        changed = dataclasses.replace(
+            config,
+            engine=dataclasses.replace(config.engine, zero_stage=stage),
+            batch=dataclasses.replace(config.batch, micro_batch=micro_batch),
+        )
+        return plan(changed, 32_768, ranks=4), changed
+
+    bucket = 2 * config.engine.bucket_mib * 2**20
+    total = of(0)[0].parameters.total
+    near = pytest.approx
+    assert of(0)[0].memory.optimizer == 8 * total
+    assert of(1)[0].memory.optimizer == near(2 * total) and of(1)[0].memory.parameters == near(5 * total)
+    assert of(2)[0].memory.gradients == near(total + bucket)
+    assert of(2, 4)[0].memory.gradients == near(5 * total + bucket)  # two micro-batches add up
+    assert of(3)[0].memory.parameters < 0.6 * of(2)[0].memory.parameters
+    expected = {0: (1.125, 0.0), 1: (0.5625, 1.5), 2: (0.5625, 1.5), 3: (0.5625, 3.0)}
+    for stage, numbers in expected.items():
+        sent = wire(of(stage)[1], 2, 4)
+        assert sent is not None and (sent.gradients, sent.weights) == near(numbers)
+    assert "4 ranks under ZeRO 1: each sends 0.562 bytes of gradients (sq48) and 1.5 of weights" in describe_wire(
+        of(1)[1], 2, 4
+    )
