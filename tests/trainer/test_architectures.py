@@ -1,0 +1,87 @@
+"""Every architecture learns under every precision: a few steps on text that repeats, whatever the layers compute in."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit.configs.schema import (
+    GateKind,
+    MlpKind,
+    ModelConfig,
+    MoeConfig,
+    NormPlacement,
+    OptimConfig,
+    PrecisionConfig,
+    QkNormScope,
+)
+from lowbit.data.batch import Batch
+from lowbit.models.transformer import Transformer
+from lowbit.models.visibility import documents
+from lowbit.quant.apply import apply_policy, candidates, clocks, set_clock
+from lowbit.quant.grouped import LowbitGroupedLinear
+from lowbit.quant.linear import LowbitLinear
+from lowbit.quant.presets import PRESETS
+from lowbit.quant.stages import resolve
+from lowbit.trainer.objective import NextToken, run_objective
+from lowbit.trainer.optim import build_optimizer
+
+BASE = ModelConfig(layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, max_sequence=64, init_std=0.08)
+EXPERTS = MoeConfig(experts=4, top_k=2, expert_width=32)
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"qk_norm": False},
+    "qwen3": {},
+    "olmo2": {"qk_norm_scope": QkNormScope.layer, "norm_placement": NormPlacement.after},
+    "mixtral": {"qk_norm": False, "moe": EXPERTS},
+    "qwen3_moe": {"moe": replace(EXPERTS, normalise=False, first_dense=1)},
+    "deepseek_like": {"moe": replace(EXPERTS, gate=GateKind.sigmoid, shared=1, bias_rate=1e-3, gate_scale=2.0)},
+    "kaiju_like": {
+        "layers": 3,
+        "kv_heads": 1,
+        "mlp": MlpKind.relu2,
+        "windows": [4, 4, 0],
+        "kv_from": [0, 0, 2],
+        "attention_z": 1e-4,
+        "tied_head": True,
+        "mup_base_width": 32,
+    },
+}
+PRECISIONS = [name for name in PRESETS if not name.endswith(("w4a16", "w8a16"))]
+FEW = {("nvfp4", name) for name in ARCHITECTURES} | {(name, "deepseek_like") for name in PRECISIONS}
+
+
+def _cases() -> list[Any]:
+    """All of them; those outside of `FEW` are for `make exhaustive`."""
+    return [
+        pytest.param(*case, marks=[] if case in FEW else pytest.mark.exhaustive)
+        for case in ((precision, architecture) for precision in PRECISIONS for architecture in ARCHITECTURES)
+    ]
+
+
+@pytest.mark.parametrize(("precision", "architecture"), _cases())
+def test_it_learns(precision: str, architecture: str) -> None:
+    config = replace(BASE, **ARCHITECTURES[architecture])
+    model = Transformer(config, 40)
+    model.init_weights(1)
+    apply_policy(model, resolve(PrecisionConfig(forward=precision, backward=precision)), seed=1, dtype="fp32")
+    chosen = [name for name, m in candidates(model).items() if isinstance(m, (LowbitLinear, LowbitGroupedLinear))]
+    assert bool(chosen) == (precision != "bf16")
+    if config.moe.experts and chosen:
+        assert any(".experts." in name for name in chosen) and not any("router" in name for name in chosen)
+    optimizer = build_optimizer(model, OptimConfig(lr=5e-3))
+    text = torch.arange(33).repeat(4, 1) * torch.tensor([[1], [3], [5], [7]]) % 40
+    seen = documents((torch.arange(32) % 16 == 0).expand(4, 32))
+    batch = Batch(text[:, :-1], text[:, 1:], torch.ones(4, 32), seen, 128)
+    losses = []
+    for step in range(8):
+        for clock in clocks(model):
+            set_clock(clock, step, 0, 0)
+        out = run_objective(NextToken(), model, batch)
+        (out.loss_sum / 128).backward()  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is None or bool(parameter.grad.isfinite().all()), name
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(out.nll_sum) / 128)
+    assert losses[-1] < 0.8 * losses[0], losses
