@@ -104,6 +104,7 @@ def bench_cpu(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
     from reference_gpt import ReferenceGPT
 
     from lowbit.configs.compose import compose
+    from lowbit.models.visibility import causal
     from lowbit.trainer.run import Pretraining
 
     config = compose(
@@ -125,7 +126,7 @@ def bench_cpu(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
     def plain_step() -> None:
         batches = run.loader.next_step()  # type: ignore[union-attr]
         for b in batches:
-            v = b.visibility
+            v = b.visibility or causal(*b.tokens.shape)
             loss = plain(b.tokens, b.targets, b.weights, v.start, v.limit, v.position)
             (loss / len(batches)).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

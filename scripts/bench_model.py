@@ -1,0 +1,189 @@
+"""Speed of what models are made of: masked attention, local layers, trees, mixtures of experts. One table, and JSON.
+
+    python scripts/bench_model.py attention                # one sequence of 32k tokens, then 2k: which mask costs what
+    python scripts/bench_model.py experts                  # mixtures against dense models of the same active size
+    python scripts/bench_model.py attention --small        # seconds, on a CPU: a check of the script, not of speed
+
+Forward and backward of the whole model with its LM head, blocks compiled on a GPU, no optimizer. Random tokens: the
+time does not depend on them, but for the experts' loads, which a fresh router spreads evenly.
+
+Attention's rows: `causal` is plain; `whole document` is the same visibility through the mask (what a packed batch pays
+when documents are as long as the sequence); then documents of other lengths, windows, trees of 8 answers. `mask` is
+the time to build all masks of a batch, as a share of the step.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.configs.compose import compose
+from lowbit.configs.schema import ModelConfig, MoeConfig
+from lowbit.models.attention import prepare_mask
+from lowbit.models.cost import flops_per_token, parameter_parts, window_of
+from lowbit.models.lm_head import lm_head_loss
+from lowbit.models.transformer import Transformer
+from lowbit.models.trees import Node, flatten, visibility_of
+from lowbit.models.visibility import Visibility, causal, documents
+
+VOCAB = 32_768
+SHAPE = ModelConfig(name="12x1024", layers=12, width=1024, heads=16, kv_heads=4, mlp_width=2816, max_sequence=32_768)
+SMALL = ModelConfig(name="2x64", layers=2, width=64, heads=2, kv_heads=1, mlp_width=128, max_sequence=512)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    config: ModelConfig
+    batch: int
+    length: int
+    rule: Visibility | None = None
+
+
+def random_documents(batch: int, length: int, mean: int) -> Visibility:
+    """Packed documents of `mean` tokens on average, between half and one and a half of that."""
+    generator = torch.Generator().manual_seed(mean)
+    first = torch.zeros(batch, length, dtype=torch.bool)
+    for row in first:
+        at = int(torch.randint(0, mean, (1,), generator=generator))
+        while at < length:
+            row[at] = True
+            at += int(torch.randint(mean // 2, mean + mean // 2 + 1, (1,), generator=generator))
+    return documents(first)
+
+
+def random_trees(batch: int, length: int, answers: int = 8) -> Visibility:
+    """Rows of prompts of 512 tokens with so many answers of 128 each (an eighth of that when rows are short)."""
+    prompt, answer = (512, 128) if length >= 2048 else (64, 16)
+    tree = flatten(Node([1] * prompt, 0.0, [Node([1] * answer)] * answers), 0)
+    return visibility_of([[tree] * (length // len(tree))] * batch, length)
+
+
+def attention_cases(small: bool) -> list[Case]:
+    """Masks at two lengths, about the same tokens."""
+    config, shapes = (SMALL, [(1, 512)]) if small else (SHAPE, [(1, 32_768), (16, 2048)])
+    cases = []
+    for batch, length in shapes:
+        window = replace(config, windows=[*[min(1024, length // 4)] * 5, 0])
+        cases += [
+            Case("causal", config, batch, length),
+            Case("whole document", config, batch, length, causal(batch, length)),
+            Case(f"documents of {length // 4}", config, batch, length, random_documents(batch, length, length // 4)),
+            Case(f"documents of {length // 32}", config, batch, length, random_documents(batch, length, length // 32)),
+            Case("5 local layers to a global one", window, batch, length),
+            Case("trees of 8 answers", config, batch, length, random_trees(batch, length)),
+            Case("causal, Z-Reg", replace(config, attention_z=1e-4), batch, length),
+        ]
+    return cases
+
+
+def experts_cases(small: bool) -> list[Case]:
+    """Mixtures, and dense models that multiply each token with as many weights."""
+    if small:
+        moe = replace(SMALL, name="tiny experts", moe=MoeConfig(experts=8, top_k=2, expert_width=64))
+        return [Case(moe.name, moe, 1, 256), Case("dense", SMALL, 1, 256)]
+    cases = []
+    for name, batch in (("moe_30m_a10m", 32), ("moe_1b_a300m", 8)):
+        config = compose([f"model={name}"]).model
+        moe = config.moe
+        dense = replace(config, name=f"dense as {name}", mlp_width=(moe.top_k + moe.shared) * moe.expert_width)
+        cases += [Case(name, config, batch, 2048), Case(dense.name, replace(dense, moe=MoeConfig()), batch, 2048)]
+    return cases
+
+
+def measure(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
+    """Median time of a step after three to warm up, and of building its masks."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.device("meta"):
+        model = Transformer(case.config, VOCAB, dtype)
+    model.to_empty(device=device)
+    model.init_weights(1)
+    if device.type == "cuda":
+        model.compile_blocks()
+    tokens = torch.randint(0, VOCAB, (case.batch, case.length), generator=torch.Generator().manual_seed(1)).to(device)
+    rule = None if case.rule is None else case.rule.to(device)
+    weights = torch.ones(tokens.numel(), device=device)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        hidden = model(tokens, rule).flatten(0, 1)
+        loss = lm_head_loss(hidden, model.head_weight, tokens.flatten(), weights, vocab_size=VOCAB).loss_sum
+        auxiliary = model.take_auxiliary()
+        (loss / tokens.numel() if auxiliary is None else loss / tokens.numel() + auxiliary).backward()  # type: ignore[no-untyped-call]
+
+    windows = {window_of(case.config, layer) for layer in range(case.config.layers)}
+
+    def masks() -> list[Any]:
+        return [prepare_mask(rule, case.batch, case.length, device, window or None) for window in windows]
+
+    for _ in range(3):
+        step()
+        masks()
+    seconds, building = (statistics.median(timed(part, device) for _ in range(steps)) for part in (step, masks))
+    tokens_per_second = tokens.numel() / seconds
+    parts = parameter_parts(case.config, VOCAB)
+    return {
+        "row": case.name,
+        "model": case.config.name,
+        "shape": f"{case.batch} x {case.length}",
+        "parameters": parts.total,
+        "active": parts.active,
+        "tokens_per_second": round(tokens_per_second),
+        "tflops": round(tokens_per_second * flops_per_token(case.config, VOCAB, case.length) / 1e12, 2),
+        "mask": round(building / seconds, 5),
+        "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+    }
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds that it takes, the device's work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    kept: Any = work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert kept is None or isinstance(kept, (list, Tensor))
+    return time.perf_counter() - start
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description="Speed of masked attention and of experts.")
+    parser.add_argument("what", choices=("attention", "experts"))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--small", action="store_true", help="Tiny shapes, to see that the script runs.")
+    parser.add_argument("--out", type=Path, default=Path("bench_model.json"))
+    args = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases = attention_cases(args.small) if args.what == "attention" else experts_cases(args.small)
+    rows = []
+    for case in cases:
+        torch._dynamo.reset()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        row = measure(case, device, args.steps)
+        base = next((r for r in rows if r["row"] == "causal" and r["shape"] == row["shape"]), row)
+        row["against_causal"] = round(row["tokens_per_second"] / base["tokens_per_second"], 3)
+        rows.append(row)
+        print(
+            f"{row['row']:<32} {row['shape']:>10}  {row['tokens_per_second']:>10,} tokens/s  {row['tflops']:>7} TFLOP/s"
+            f"  {row['against_causal']:>5} of causal  mask {row['mask']:.2%}  {row['active'] / 1e6:,.0f} of "
+            f"{row['parameters'] / 1e6:,.0f} million active"
+        )
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    args.out.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
