@@ -163,3 +163,24 @@ def test_logits_grow_without_it_and_stay_bounded_with_it() -> None:
         greatest[weight] = float(measured.z[:, 1].max())
     assert greatest[0.0] > 200, greatest  # measured: 731, 115, 4.8
     assert greatest[1e-4] < greatest[0.0] / 3 and greatest[1e-2] < 15, greatest
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_it_compiles_whole(packed: bool) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    plain, model = _model(0.5, layers=10), _model(0.5, layers=10)
+    for block in model.blocks:
+        block.compile(fullgraph=True, dynamic=False, backend=counter)
+    rule = documents(torch.arange(38).view(2, 19) % 7 == 0) if packed else None
+    for either in (plain, model):
+        hidden = either(_tokens(), rule)
+        auxiliary = either.take_auxiliary()
+        assert auxiliary is not None
+        (hidden.square().sum() + auxiliary).backward()
+    for (name, ours), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if reference.grad is not None:
+            torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-4, atol=1e-4, msg=name)
+    assert counter.frame_count == 1
