@@ -129,12 +129,12 @@ def test_it_changes_neither_output_nor_what_recomputation_gives(recompute: Recom
     auxiliary, measured = model.take_auxiliary(), model.take_measured()
     assert auxiliary is not None and measured is not None and measured.z is not None
     assert measured.z.shape == (2, 2) and (measured.z[:, 1] >= measured.z[:, 0]).all()
-    (hidden.square().sum() + auxiliary).backward()
+    ((hidden * torch.linspace(-1, 1, 32)).square().sum() + auxiliary).backward()
     again = _model(0.5)
     hidden = again(_tokens())
     auxiliary = again.take_auxiliary()
     assert auxiliary is not None
-    (hidden.square().sum() + auxiliary).backward()
+    ((hidden * torch.linspace(-1, 1, 32)).square().sum() + auxiliary).backward()
     for ours, reference in zip(model.parameters(), again.parameters(), strict=True):
         if reference.grad is not None:
             torch.testing.assert_close(ours.grad, reference.grad)
@@ -179,7 +179,7 @@ def test_it_compiles_whole(packed: bool) -> None:
         hidden = either(_tokens(), rule)
         auxiliary = either.take_auxiliary()
         assert auxiliary is not None
-        (hidden.square().sum() + auxiliary).backward()
+        ((hidden * torch.linspace(-1, 1, 32)).square().sum() + auxiliary).backward()
     for (name, ours), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
         if reference.grad is not None:
             torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-4, atol=1e-4, msg=name)
