@@ -226,12 +226,14 @@ def link_rank(args: argparse.Namespace) -> None:
         pieces = max(1, n // (args.chunk or piece_length(world, on_gpu=False)))
         predicted = reduction_seconds(n, world, coding, link, pieces=pieces)
         counted = two_hop.bytes_sent / (args.repeats + 1) if two_hop else float("nan")
-        rows.append(link_row(args.rate, world, "0", kind, n, seconds, predicted, sent, counted))
+        codec = n * 1e-9 * (coding.encode_ns * (1 + coding.two_hop / world) + 2 * coding.decode_ns)
+        rows.append(link_row(args.rate, world, "0", kind, n, seconds, predicted, codec, sent, counted))
         both = sharded(kind, group, args.chunk)
         seconds, sent = timed_on_all(lambda both=both: both(x, mine, whole), group, args.repeats)  # type: ignore[misc]
         predicted = reduction_seconds(n, world, coding, link, scatter=True, pieces=pieces)
         predicted += gather_seconds(n, world, 2.0, link)
-        rows.append(link_row(args.rate, world, "1, 2", kind, n, seconds, predicted, sent, float("nan")))
+        codec = n * 1e-9 * (coding.encode_ns + coding.decode_ns)
+        rows.append(link_row(args.rate, world, "1, 2", kind, n, seconds, predicted, codec, sent, float("nan")))
     if rank == 0:
         Path(args.out).write_text(json.dumps(rows))
     dist.barrier()
@@ -248,7 +250,16 @@ def _measured(coding: Coding, kind: str) -> Coding:
 
 
 def link_row(
-    rate: str, world: int, stage: str, kind: str, n: int, seconds: float, predicted: float, sent: float, counted: float
+    rate: str,
+    world: int,
+    stage: str,
+    kind: str,
+    n: int,
+    seconds: float,
+    predicted: float,
+    codec: float,
+    sent: float,
+    counted: float,
 ) -> Row:
     return {
         "link": rate,
@@ -257,6 +268,7 @@ def link_row(
         "gradients": kind,
         "ms": seconds * 1e3,
         "predicted": predicted * 1e3,
+        "codec ms": codec * 1e3,
         "bytes/param": sent / n,
         "counted": counted / n,
         "Mbit/s": sent * 8 / seconds / 1e6,

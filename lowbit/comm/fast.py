@@ -162,7 +162,7 @@ class Encoding:
         self.flat = torch.empty(size, dtype=torch.float32)
         self.ratios = torch.empty(size, dtype=torch.float32)
         self.index = torch.empty(size, dtype=torch.int32)
-        self.entries = torch.empty(size, dtype=torch.int32)
+        self.entries = self.ratios.view(torch.int32)  # when these come, ratios are done with
         # Views of them, [pairs, blocks, 2] and [pairs, blocks]
         self.ratio = self.ratios.numpy().reshape(pairs, blocks, 2)
         self.ratio_bits = self.ratio.view(np.int32)
@@ -173,7 +173,10 @@ class Encoding:
         self.by_pair = np.empty((blocks, 2), np.int32)
         self.twice = np.empty((blocks, 2), np.float32)
         self.largest = np.empty(blocks, np.int32)
-        self.scales = torch.empty(blocks, dtype=torch.int32)
+        per_tile = TILE // self.grid.block
+        tiles = torch.zeros(-(-blocks // per_tile), per_tile, dtype=torch.int32)  # unused blocks are below all others
+        self.by_tile: Ints = tiles.numpy()
+        self.scales = tiles.view(-1)[:blocks]
         self.scale: Ints = self.scales.numpy()
         self.estimate = np.empty(blocks, np.float32)
         self.found = torch.empty(blocks, dtype=torch.int32)
@@ -322,14 +325,14 @@ class Encoding:
             np.right_shift(eighth, 20, out=eighth)
             np.greater(largest, self._look_up(self.t.half_bits), out=self.flag)
         np.add(eighth, self.flag, out=eighth)
-        tiles, per_tile = planes.exponents.size, TILE // self.grid.block
-        highest = np.maximum.reduceat(eighth, np.arange(tiles) * per_tile)
+        by_tile = self.by_tile  # [tiles, blocks of a tile]
+        highest = np.maximum.reduce(by_tile, axis=1)
         exponent = np.minimum(np.maximum((highest - OFFSET + 7) >> 3, EXPONENT_MIN), EXPONENT_MAX)
         planes.exponents[:] = exponent + 127
-        base = np.repeat(8 * exponent + (OFFSET - CODE_MAX), per_tile)[: self.blocks].astype(np.int32)
-        np.maximum(eighth, base + 1, out=eighth)
+        base = (8 * exponent + (OFFSET - CODE_MAX))[:, None]
+        np.maximum(by_tile, base + 1, out=by_tile)
         reciprocal = self._look_up(self.t.reciprocals)
-        np.subtract(eighth, base, out=eighth)
+        np.subtract(by_tile, base, out=by_tile)
         return reciprocal.view(np.float32)
 
 

