@@ -4,7 +4,8 @@ A collective operation that one rank never enters keeps the others waiting for g
 on every rank posts once a second that the process lives and where its main thread is, and reads the others' posts:
 
     failed   a rank's own error ended it: it says so in its last post
-    died     its process is gone (seen at once on the same machine), or its posts stop for `SILENT_SECONDS`
+    died     its process is gone (seen at once on the same machine), or its posts stop for `SILENT_SECONDS`, or for
+             `BROKEN_SECONDS` when a connection has broken
     hangs    no rank has moved on for `engine.rank_timeout_seconds`, and this one is behind the others or does not wait
              for anybody
 
@@ -32,8 +33,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lowbit.errors import EXIT_FAILED, LowbitError, RankError
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 20.0
+SILENT_SECONDS = 60.0
 """A rank that posted nothing for so long is dead, or its machine is."""
+BROKEN_SECONDS = 15.0
+"""The same once a connection has broken."""
 GRACE_SECONDS = 5.0
 WAITING_IN = ("torch/distributed/", "lowbit/trainer/distributed.py")
 """Files that are on the stack of a main thread that waits for other ranks."""
@@ -91,6 +94,7 @@ class Watch:
         self._seen: dict[int, _Seen] = {}
         self._stop = threading.Event()
         self._found = threading.Event()
+        self._silence = SILENT_SECONDS
         self._post_lock = threading.Lock()
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._run, name="lowbit-watch", daemon=True)
@@ -130,7 +134,8 @@ class Watch:
         if isinstance(error, RankError):
             return error
         if not isinstance(error, LowbitError) and self._from_others(error):
-            self._found.wait(SILENT_SECONDS + 2 * BEAT_SECONDS)
+            self._silence = min(self._silence, BROKEN_SECONDS)
+            self._found.wait(BROKEN_SECONDS + 3 * BEAT_SECONDS)
             if self.failure is None and "imed out" in str(error):  # a collective's own limit, in a patient phase
                 self._blame_the_late(2 * self._patience)
             if self.failure is not None:
@@ -167,7 +172,7 @@ class Watch:
                 self._blame("the job's store is gone: rank 0's process or machine has died")
             if self.failure is not None:
                 break
-        if self.failure is not None and not self._stop.wait(GRACE_SECONDS + SILENT_SECONDS * self._main_is_awake()):
+        if self.failure is not None and not self._stop.wait(GRACE_SECONDS + BROKEN_SECONDS * self._main_is_awake()):
             print(f"lowbit: error (rank {self._rank}): {self.failure}", file=sys.stderr, flush=True)
             os._exit(EXIT_FAILED)
 
@@ -210,7 +215,7 @@ class Watch:
             return f"failed: {beat.failed}"
         if self._gone(beat):
             return f"died while it was at {beat.doing}"
-        if now - seen.alive > SILENT_SECONDS:
+        if now - seen.alive > self._silence:
             return f"has not been heard of for {now - seen.alive:.0f} s; it was at {beat.doing}"
         return None
 

@@ -70,9 +70,10 @@ def tiny(folder: Path, steps: int = 6, **engine: Any) -> RunConfig:
     return replace(config, engine=replace(config.engine, **engine))
 
 
-def local(config: RunConfig) -> RunConfig:
-    """The same run in one process without DeepSpeed."""
-    return replace(config, engine=replace(config.engine, kind=EngineKind.local))
+def local(config: RunConfig, backend: str = "gloo") -> RunConfig:
+    """The same run in one process without DeepSpeed, on the device that `backend` is for."""
+    device = "cuda" if backend == "nccl" else "cpu"
+    return replace(config, device=device, engine=replace(config.engine, kind=EngineKind.local))
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -78,7 +78,7 @@ def test_training_in_few_bits(backend: str, tmp_path: Path) -> None:
         )
     ]
     folder = run_cases(2, cases, tmp_path, backend)
-    rows, _ = worker.local({})
+    rows, _ = worker.local({}, "cuda" if backend == "nccl" else "cpu")
     for case in cases:
         found = json.loads((folder / f"{case['name']}.json").read_text())
         losses = torch.tensor(found["rows"])[:, 0]

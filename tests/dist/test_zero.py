@@ -71,7 +71,7 @@ def test_numbers_of_one_process(world: int, backend: str, tmp_path: Path) -> Non
     for case in cases:
         key = json.dumps(oracle(case))
         if key not in known:
-            known[key] = worker.local(oracle(case))
+            known[key] = worker.local(oracle(case), "cuda" if backend == "nccl" else "cpu")
         close(case, folder, *known[key])
 
 

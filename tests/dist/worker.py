@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from lowbit.configs.schema import (
     BatchConfig,
@@ -85,12 +85,12 @@ def micro_batch(step: int, index: int) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), weights, None, int(weights.sum()))
 
 
-def train(engine: Engine, ranks: Ranks, steps: int, objective: Objective | None = None, first: int = 0) -> list[Any]:
+def train(engine: Engine, ranks: Ranks, steps: int, objective: Objective | None = None) -> list[Any]:
     """Loss and gradient norm of each step; the way the training loop goes about it, with clipping at half the norm."""
     objective = objective or NextToken(1e-4)
     share = MICRO_BATCHES // ranks.world
     rows = []
-    for step in range(first, first + steps):
+    for step in range(steps):
         batches = [micro_batch(step, ranks.rank * share + i) for i in range(share)]
         [valid] = ranks.sum([sum(b.valid_tokens for b in batches)])
         nll = torch.zeros((), device=engine.device)
@@ -128,25 +128,14 @@ OBJECTIVES: dict[str, Callable[[Transformer, Batch], ObjectiveOutput]] = {
 }
 
 
-def local(case: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def local(case: dict[str, Any], device: str = "cpu") -> tuple[list[Any], dict[str, torch.Tensor]]:
     """The same case in one process, by `LocalEngine`."""
     config = config_of(case)
     engine = LocalEngine(
-        build(config, torch.device("cpu")), config.optim, replace(config.engine, kind=EngineKind.local)
+        build(config, torch.device(device)), config.optim, replace(config.engine, kind=EngineKind.local)
     )
-    if "load" in case:
-        load(engine, load_file(case["load"]))
     objective = OBJECTIVES[case.get("objective", "next_token")]
-    rows = train(engine, ALONE, case.get("steps", 3), objective, case.get("first", 0))
-    return rows, tensors(engine)
-
-
-def load(engine: Engine, saved: dict[str, torch.Tensor]) -> None:
-    """Take over what `tensors` gave."""
-    parts = {
-        kind: {k.partition("/")[2]: t for k, t in saved.items() if k.startswith(kind)} for kind in ("model", "opt")
-    }
-    engine.load(parts["model"], parts["opt"])
+    return train(engine, ALONE, case.get("steps", 3), objective), tensors(engine)
 
 
 def run_case(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.device) -> None:
@@ -156,10 +145,8 @@ def run_case(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.dev
     config = config_of(case)
     dtype = torch.bfloat16 if case.get("dtype") == "bf16" else torch.float32
     engine = DeepSpeedEngine(build(config, device, dtype), config, ranks, device)
-    if "load" in case:
-        load(engine, load_file(case["load"]) if ranks.first else {})
     objective = OBJECTIVES[case.get("objective", "next_token")]
-    rows = train(engine, ranks, case.get("steps", 3), objective, case.get("first", 0))
+    rows = train(engine, ranks, case.get("steps", 3), objective)
     traffic = engine.traffic()
     saved = tensors(engine)
     prints = ranks.gather(fingerprint(engine))

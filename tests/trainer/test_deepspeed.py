@@ -149,7 +149,7 @@ def test_the_watch_passes_on_what_another_rank_died_of() -> None:
 
 def test_the_watch_notices_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SILENT_SECONDS", 0.05)
-    first, second = watches()
+    first, second = watches()  # each takes the limit when it is made
     second._beat.machine = "another"
     second._post()
     first._look()
