@@ -35,21 +35,21 @@ def free_port() -> int:
         return port
 
 
-def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """A launcher's variables for one rank."""
+def environment(rank: int, world: int, port: int, node_size: int) -> dict[str, str]:
+    """A launcher's variables for one rank, as if every `node_size` ranks had a machine of their own."""
     clean = {k: v for k, v in os.environ.items() if k not in VARIABLES and not k.startswith("TORCHELASTIC")}
-    values = (str(rank), str(world), str(rank), str(world), "127.0.0.1", str(port))
+    values = (str(rank), str(world), str(rank % node_size), str(node_size), "127.0.0.1", str(port))
     return clean | dict(zip(VARIABLES, values, strict=True)) | {"OMP_NUM_THREADS": "1"}
 
 
-def start(world: int, arguments: list[str], folder: Path) -> list[subprocess.Popen[str]]:
-    """Start `python ARGUMENTS` as each of `world` ranks in `folder`."""
+def start(world: int, arguments: list[str], folder: Path, node_size: int = 0) -> list[subprocess.Popen[str]]:
+    """Start `python ARGUMENTS` as each of `world` ranks in `folder`; `node_size` 0: on one machine."""
     port = free_port()
     return [
         subprocess.Popen(
             [sys.executable, *arguments],
             cwd=folder,
-            env=environment(rank, world, port),
+            env=environment(rank, world, port, node_size or world),
             stdout=(folder / f"out{rank}").open("w"),
             stderr=(folder / f"err{rank}").open("w"),
             text=True,
@@ -85,16 +85,16 @@ def collect(processes: list[subprocess.Popen[str]], folder: Path, timeout: float
     ]
 
 
-def run(world: int, arguments: list[str], folder: Path, timeout: float = 600) -> list[Ended]:
+def run(world: int, arguments: list[str], folder: Path, timeout: float = 600, node_size: int = 0) -> list[Ended]:
     """Start and collect."""
     folder.mkdir(parents=True, exist_ok=True)
-    return collect(start(world, arguments, folder), folder, timeout)
+    return collect(start(world, arguments, folder, node_size), folder, timeout)
 
 
-def run_cases(world: int, cases: list[dict[str, Any]], folder: Path, backend: str = "gloo") -> Path:
+def run_cases(world: int, cases: list[dict[str, Any]], folder: Path, backend: str = "gloo", node_size: int = 0) -> Path:
     """Have `worker.py` run the cases, one after the other, in one set of processes; the folder with its results."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
-    ended = run(world, [str(WORKER), str(folder), backend], folder)
+    ended = run(world, [str(WORKER), str(folder), backend], folder, node_size=node_size)
     assert [e.code for e in ended] == [0] * world, "\n".join(f"rank {e.rank}:\n{e.err[-3000:]}" for e in ended)
     return folder

@@ -64,6 +64,23 @@ def test_reduced_gradients(world: int, backend: str, tmp_path: Path) -> None:
             assert wanted <= sent < 1.1 * wanted, (name, sent, wanted)
 
 
+def test_two_machines_of_two(tmp_path: Path) -> None:
+    """Six bits between machines, FP32 inside: each rank passes on half of its machine's sum."""
+    common = {"kind": "gradients", "exact_below": EXACT_BELOW, "comm": "sq48", "node_size": 2}
+    cases = [common | {"name": f"stage{stage}", "stage": stage} for stage in (0, 1, 3)]
+    folder = run_cases(4, cases, tmp_path, node_size=2)
+    for case in cases:
+        found = json.loads((folder / f"{case['name']}.json").read_text())
+        for parameter, (error, size) in found["errors"].items():
+            limit = 1e-6 if "norm" in parameter else LIMITS["sq48"]
+            assert (error / size) ** 0.5 < limit, (case["name"], parameter)
+        assert found["simulated"] in (True, None)
+        passes = 2 if case["stage"] == 0 else 1
+        between = passes * MATRICES / 2 / 2 * 6 / 8 + (2 if case["stage"] < 3 else 1) * VECTORS * 4 * 3 / 4
+        assert between <= found["traffic"]["comm/gradient_bytes"] < 1.15 * between, case["name"]
+        assert found["traffic"]["comm/node_bytes"] > 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_in_few_bits(backend: str, tmp_path: Path) -> None:
     """Losses stay near those of FP32, replicas stay equal, and what `auto` measures decides."""

@@ -182,7 +182,7 @@ def compare_gradients(case: dict[str, Any], folder: Path, ranks: Ranks, device: 
     if engine.stage == 0 and case["comm"] not in ("none", "bf16"):
         coded = [n for n, g in local.items() if g.ndim >= 2 and g.numel() >= config.comm.exact_below]
         flats = [torch.cat([everyone[n][rank].view(-1) for n in coded]) for rank in range(ranks.world)]
-        summed = simulate(flats, make_codec(case["comm"]), factor=1.0)
+        summed = simulate(flats, make_codec(case["comm"]), factor=1.0, node_size=case.get("node_size", 1))
         same_as_simulated = torch.equal(summed, torch.cat([found[n].reshape(-1) for n in coded]))
     mine = 1.0 if engine.stage > 0 or ranks.first else 0.0  # at stage 0 every rank has all of it
     totals = {n: ranks.sum([mine * number for number in pair]) for n, pair in errors.items()}
