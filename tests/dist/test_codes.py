@@ -41,7 +41,7 @@ def expected_bytes(comm: str, stage: int, world: int) -> float:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_reduced_gradients(world: int, backend: str, tmp_path: Path) -> None:
     usable(backend, world)
     cases = cases_of(world)
