@@ -63,9 +63,9 @@ def open_weights(path: Path, checkpoint: str = "latest", *, averaged: bool = Fal
     config = load_config(path / "config.yaml")
     store = CheckpointStore(path / "checkpoints", config.checkpoint, logger.warning)
     snapshot = store.load(checkpoint, weights_only=True)
-    tensors = snapshot.ema if averaged else snapshot.model
-    if tensors is None:
+    if averaged and snapshot.ema is None:
         raise CheckpointError(f"{path} keeps no moving average: it was trained with optim.ema_decay=null")
+    tensors = snapshot.model | (snapshot.ema or {}) if averaged else snapshot.model  # state has no average
     places = [path / "tokenizer", Path(config.data.tokenizer.path or path)]
     side_files = next((found for place in places if (found := _side_files(place))), {})
     return Weights(config, load_tokenizer(path / "tokenizer"), tensors, snapshot.step, side_files)

@@ -6,7 +6,7 @@ from lowbit.configs.schema import DataConfig, ModelConfig, RunConfig, TokenizerC
 from lowbit.configs.stored import load_config
 from lowbit.data.tokenizer import Tokenizer, load_tokenizer
 from lowbit.errors import CheckpointError, DataError
-from lowbit.models.hf.config import is_hf_folder, read_config
+from lowbit.models.hf.config import Family, is_hf_folder, read_config
 from lowbit.models.hf.load import load_weights
 from lowbit.models.layers import state_buffers, weights_and_state
 from lowbit.models.transformer import Transformer
@@ -70,9 +70,17 @@ def begin_from(path: Path, model: Transformer) -> int:
         CheckpointError: the weights are those of another model.
     """
     if is_hf_folder(path):
-        load_weights(path, dict(model.named_parameters()))
-        for buffer in state_buffers(model).values():
-            buffer.zero_()
+        begin = weights_and_state(model)
+        if read_config(path).family is not Family.dots1:  # whose files have the routers' biases
+            for name, buffer in state_buffers(model).items():
+                buffer.zero_()
+                del begin[name]
+        elif not model.config.moe.bias_rate:
+            raise CheckpointError(
+                f"init_from={path}: its routers have biases, which model.moe.bias_rate=0 would leave out: give it a "
+                "rate, however small"
+            )
+        load_weights(path, begin)
         return 0
     config = load_config(path / "config.yaml")
     snapshot = CheckpointStore(path / "checkpoints", config.checkpoint).load(weights_only=True)

@@ -9,7 +9,16 @@ import torch
 
 from lowbit.cli.start import with_start
 from lowbit.configs.compose import compose
-from lowbit.configs.schema import ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TokenizerConfig, TokenizerKind
+from lowbit.configs.schema import (
+    GateKind,
+    ModelConfig,
+    MoeConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    TokenizerConfig,
+    TokenizerKind,
+)
 from lowbit.configs.validate import validate
 from lowbit.data.tokenizer import bytes_tokenizer, train_bpe
 from lowbit.errors import CheckpointError, ConfigError, DataError
@@ -17,9 +26,10 @@ from lowbit.infer.engine import Generator
 from lowbit.models.hf.config import Family
 from lowbit.models.hf.names import file_names
 from lowbit.models.hf.save import TABLES
+from lowbit.models.transformer import Transformer
 from lowbit.trainer.evaluate import evaluate
 from lowbit.trainer.exported import check_export, export, import_folder, open_weights
-from lowbit.trainer.imported import tokenizer_of
+from lowbit.trainer.imported import begin_from, tokenizer_of
 from lowbit.trainer.run import dataset_of, load_run, pretrain
 
 TEXT = "document 3\nword1 naïve 東京 <|endoftext|>"
@@ -110,6 +120,37 @@ def test_a_run_begins_with_an_imported_model_and_goes_on(bpe_run: RunConfig, tmp
     from_run = load_run(tmp_path / "from_run", device="cpu")
     measured = evaluate(loaded.model, dataset_of(from_run).validation_batches(4, 512), loaded.tokenizer.token_bytes())
     assert measured.bpb == pytest.approx(first.val_bpb, abs=1e-4)
+
+
+def test_a_mixture_of_experts_with_its_biases_goes_out_and_comes_back(bpe_run: RunConfig, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    moe = MoeConfig(experts=4, top_k=2, expert_width=16, shared=1, first_dense=1, gate=GateKind.sigmoid, bias_rate=3e-3)
+    config = replace(bpe_run, model=replace(bpe_run.model, moe=moe), optim=replace(bpe_run.optim, ema_decay=0.5))
+    pretrain(config, tmp_path / "run")
+    weights = open_weights(tmp_path / "run")
+    bias = weights.tensors["blocks.1.mlp.router.bias"]
+    assert bias.any()
+    export(weights, tmp_path / "hf", "fp32")
+    assert "computes the same" in check_export(tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.equal(model.model.layers[1].mlp.gate.e_score_correction_bias, bias)
+    opened = load_run(tmp_path / "hf", device="cpu")
+    assert torch.equal(opened.model.blocks[1].mlp.router.bias, bias)  # type: ignore[union-attr, arg-type]
+    export(weights, tmp_path / "bf16", "bf16")  # rounds weights, not biases
+    again = open_weights(tmp_path / "bf16")
+    assert torch.equal(again.tensors["blocks.1.mlp.router.bias"], bias)
+    averaged = open_weights(tmp_path / "run", averaged=True)
+    assert torch.equal(averaged.tensors["blocks.1.mlp.router.bias"], bias)
+    export(averaged, tmp_path / "ema", "bf16")
+    with_rate = compose(with_start([f"init_from={tmp_path / 'hf'}"]))
+    assert with_rate.model.moe.bias_rate == 1e-3 and with_rate.model.moe.shared == 1
+    opened.model.blocks[1].mlp.router.bias.zero_()  # type: ignore[union-attr, operator]
+    begin_from(tmp_path / "hf", opened.model)
+    assert torch.equal(opened.model.blocks[1].mlp.router.bias, bias)  # type: ignore[union-attr, arg-type]
+    bare = Transformer(replace(opened.config.model, moe=replace(opened.config.model.moe, bias_rate=0.0)), 300)
+    with pytest.raises(CheckpointError, match="its routers have biases"):
+        begin_from(tmp_path / "hf", bare)
 
 
 def test_beginnings_that_cannot_be(tiny_run: RunConfig, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ class Family(StrEnum):
     olmo2 = "olmo2"
     mixtral = "mixtral"
     qwen3_moe = "qwen3_moe"
+    dots1 = "dots1"
+    """Sigmoid gates, shared experts and balancing biases, as DeepSeek-V3's, with Qwen3's attention."""
 
 
 ARCHITECTURES = {
@@ -45,6 +47,7 @@ ARCHITECTURES = {
     Family.olmo2: "Olmo2ForCausalLM",
     Family.mixtral: "MixtralForCausalLM",
     Family.qwen3_moe: "Qwen3MoeForCausalLM",
+    Family.dots1: "Dots1ForCausalLM",
 }
 _EPS = {Family.olmo2: 1e-5, Family.mixtral: 1e-5}
 _THETA = {Family.mixtral: 1e6}
@@ -139,7 +142,7 @@ class _Reader:
             mlp=MlpKind.swiglu,
             mlp_width=self.number("intermediate_size"),
             moe=self.moe(),
-            qk_norm=self.family in (Family.qwen3, Family.qwen3_moe, Family.olmo2),
+            qk_norm=self.family not in (Family.llama, Family.mixtral),
             qk_norm_scope=QkNormScope.layer if self.family is Family.olmo2 else QkNormScope.head,
             norm_placement=NormPlacement.after if self.family is Family.olmo2 else NormPlacement.before,
             tied_head=bool(self.raw.get("tie_word_embeddings", False)),
@@ -160,6 +163,8 @@ class _Reader:
 
     def moe(self) -> MoeConfig:
         """Experts; their losses are those that go on training a model, and change nothing of what it computes."""
+        if self.family is Family.dots1:
+            return self.sigmoid_moe()
         if self.family not in (Family.mixtral, Family.qwen3_moe):
             return MoeConfig()
         experts = self.number("num_local_experts", self.raw.get("num_experts"))
@@ -181,19 +186,35 @@ class _Reader:
             z_loss=0.0,
         )
 
+    def sigmoid_moe(self) -> MoeConfig:
+        self.must_be("n_group", 1, "is not supported: experts are chosen out of one group")
+        return MoeConfig(
+            experts=self.number("n_routed_experts", self.raw.get("num_local_experts")),
+            top_k=self.number("num_experts_per_tok"),
+            expert_width=self.number("moe_intermediate_size"),
+            shared=self.number("n_shared_experts"),
+            first_dense=self.number("first_k_dense_replace", 0),
+            gate=GateKind.sigmoid,
+            normalise=bool(self.raw.get("norm_topk_prob", False)),
+            gate_scale=float(self.number("routed_scaling_factor", 1.0)),
+            balance_loss=0.0,
+            z_loss=0.0,
+            bias_rate=1e-3,
+        )
+
     def windows(self, layers: int) -> list[int]:
         """Window of each layer; nothing where all are global."""
-        used = self.raw.get("use_sliding_window", self.family is Family.mixtral)
+        used = self.raw.get("use_sliding_window", self.family in (Family.mixtral, Family.dots1))
         if self.raw.get("sliding_window") is None or not used or self.family in (Family.llama, Family.olmo2):
             if set(self.raw.get("layer_types") or ["full_attention"]) != {"full_attention"}:
                 raise self.wrong("layer_types", "is not supported without a sliding_window")
             return []
         window = int(self.number("sliding_window"))
-        if self.family is not Family.qwen3:
+        if self.family in (Family.mixtral, Family.qwen3_moe):
             return [window]
         kinds = self.raw.get("layer_types")
         if kinds is None:
-            first = self.number("max_window_layers", 28)
+            first = self.number("max_window_layers", 62 if self.family is Family.dots1 else 28)
             kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
         if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
             raise self.wrong("layer_types", f"must say sliding_attention or full_attention for each of {layers} layers")
@@ -258,9 +279,9 @@ def family_of(config: ModelConfig) -> Family:
     windows = {window_of(config, layer) for layer in range(config.layers)}
     one_window = len(windows - {0}) == 1
     everywhere = family in (Family.mixtral, Family.qwen3_moe) and len(windows) == 1
-    if windows != {0} and not (one_window and (family is Family.qwen3 or everywhere)):
+    if windows != {0} and not (one_window and (family in (Family.qwen3, Family.dots1) or everywhere)):
         raise _no_family(
-            f"model.windows={config.windows}", "Qwen3 has one window, Mixtral and Qwen3-MoE in every layer"
+            f"model.windows={config.windows}", "Qwen3 and dots1 have one window, Mixtral and Qwen3-MoE everywhere"
         )
     return family
 
@@ -282,9 +303,15 @@ def _dense_family(config: ModelConfig) -> Family:
 
 def _moe_family(config: ModelConfig) -> Family:
     moe = config.moe
+    of_heads = config.norm_placement is NormPlacement.before and config.qk_norm_scope is QkNormScope.head
+    if moe.gate is GateKind.sigmoid and moe.shared and of_heads and config.qk_norm:
+        return Family.dots1
     for key, wanted in (("gate", GateKind.softmax), ("shared", 0), ("bias_rate", 0), ("gate_scale", 1)):
         if getattr(moe, key) != wanted:
-            raise _no_family(f"model.moe.{key}={getattr(moe, key)}", f"Mixtral and Qwen3-MoE have {wanted}")
+            raise _no_family(
+                f"model.moe.{key}={getattr(moe, key)}",
+                f"Mixtral and Qwen3-MoE have {wanted}; dots1 has sigmoid gates, shared experts and norms of heads",
+            )
     if config.norm_placement is NormPlacement.before and config.qk_norm and config.qk_norm_scope is QkNormScope.head:
         return Family.qwen3_moe
     if config.norm_placement is NormPlacement.before and not config.qk_norm and moe.normalise and not moe.first_dense:
@@ -345,9 +372,9 @@ def _written_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
     if not any(windows):
         return {} if family in (Family.llama, Family.olmo2) else {"sliding_window": None}
     values: dict[str, Any] = {"sliding_window": max(windows)}
-    if family is not Family.mixtral:
+    if family not in (Family.mixtral, Family.dots1):
         values["use_sliding_window"] = True
-    if family is Family.qwen3:
+    if family in (Family.qwen3, Family.dots1):
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
         values |= {"layer_types": kinds, "max_window_layers": 0}
     return values
@@ -356,6 +383,18 @@ def _written_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
 def _written_experts(config: ModelConfig, family: Family) -> dict[str, Any]:
     moe = config.moe
     common = {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.balance_loss}
+    if family is Family.dots1:
+        return {
+            "n_routed_experts": moe.experts,
+            "n_shared_experts": moe.shared,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.expert_width,
+            "first_k_dense_replace": moe.first_dense,
+            "norm_topk_prob": moe.normalise,
+            "routed_scaling_factor": moe.gate_scale,
+            "n_group": 1,
+            "topk_group": 1,
+        }
     if family is Family.mixtral:
         return {"num_local_experts": moe.experts, "intermediate_size": moe.expert_width, **common}
     if family is Family.qwen3_moe:

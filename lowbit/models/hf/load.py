@@ -15,6 +15,7 @@ from lowbit.errors import CheckpointError
 from lowbit.models.hf.config import CONFIG, Family, read_config
 from lowbit.models.hf.folder import TensorFolder
 from lowbit.models.hf.names import file_names, surplus
+from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
 
 EXACT = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,19 +36,19 @@ def load_model(folder: Path, tokens: int, dtype: torch.dtype, device: torch.devi
     with torch.device("meta"):
         model = Transformer(config.model, tokens, dtype)
     model.to_empty(device=device)
-    load_weights(folder, dict(model.named_parameters()))
+    load_weights(folder, weights_and_state(model))
     return model
 
 
 def parameter_shapes(config: ModelConfig, tokens: int) -> dict[str, torch.Size]:
-    """The parameters of a model by name, without any memory."""
+    """The parameters and the state of a model by name, without any memory."""
     with torch.device("meta"):
-        return {name: p.shape for name, p in Transformer(config, tokens).named_parameters()}
+        return {name: t.shape for name, t in weights_and_state(Transformer(config, tokens)).items()}
 
 
 @torch.no_grad()
 def load_weights(folder: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Fill parameters, by our names, with the folder's weights. Raises CheckpointError."""
+    """Fill parameters and state, by our names, with the folder's weights. Raises CheckpointError."""
     for name, tensor in read_weights(folder, {name: p.shape for name, p in parameters.items()}):
         parameters[name].copy_(tensor)
 

@@ -51,6 +51,15 @@ _EXPERTS = {
         "mlp.experts.down.weight": "mlp.experts.*.down_proj.weight",
     },
 }
+_EXPERTS[Family.dots1] = {
+    **_EXPERTS[Family.qwen3_moe],
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.gate.weight": "mlp.shared_experts.gate_proj.weight",
+    "mlp.shared.up.weight": "mlp.shared_experts.up_proj.weight",
+    "mlp.shared.down.weight": "mlp.shared_experts.down_proj.weight",
+}
+IN_FP32 = re.compile(r".*\.e_score_correction_bias")
+"""Tensors that files hold in FP32 whatever the others are in."""
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Tensors of old files that hold nothing."""
 

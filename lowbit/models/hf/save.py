@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig
 from lowbit.models.cost import mup_ratio
-from lowbit.models.hf.config import family_of, write_config
+from lowbit.models.hf.config import Family, family_of, write_config
 from lowbit.models.hf.folder import write_folder
-from lowbit.models.hf.names import file_names
+from lowbit.models.hf.names import IN_FP32, file_names
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -67,7 +67,7 @@ def save_model(
     """Write config.json, weights and `json_files` (those of the tokenizer) into a new folder.
 
     Args:
-        weights: FP32 masters by our names. vocab_size: tokens of the tokenizer. dtype: a key of `DTYPES`.
+        weights: FP32 masters and state by our names. vocab_size: tokens of the tokenizer. dtype: a key of `DTYPES`.
         encoder: stores some of the matrices in few bits.
 
     Raises:
@@ -76,7 +76,8 @@ def save_model(
     rows = config.vocab_rows or vocab_size
     kind = DTYPES[dtype]
     parts = parts_of(config, weights, rows)
-    sizes = {name: part.numel() * kind.itemsize for name, part in parts.items()}
+    types = {name: torch.float32 if IN_FP32.fullmatch(name) else kind for name in parts}
+    sizes = {name: part.numel() * types[name].itemsize for name, part in parts.items()}
     content = write_config(config, rows, str(kind).removeprefix("torch."), eos_id)
     encoded: dict[str, Encoded] = {}  # by the names of the tensors that are stored
     if encoder is not None:
@@ -87,7 +88,7 @@ def save_model(
         content["quantization_config"] = encoder.config([name.removesuffix(".weight") for name in plain])
 
     def make(name: str) -> Tensor:
-        return encoded[name].take(name) if name in encoded else parts[name].to("cpu", kind).contiguous()
+        return encoded[name].take(name) if name in encoded else parts[name].to("cpu", types[name]).contiguous()
 
     return write_folder(folder, sizes, make, {"config.json": content, **(json_files or {})}, shard_bytes)
 
@@ -104,4 +105,8 @@ def parts_of(config: ModelConfig, weights: Mapping[str, Tensor], rows: int) -> d
             parts[file_names(family, name)[0]] = source
         else:
             parts |= zip(file_names(family, name, len(source)), source.unbind(), strict=True)
+    if family is Family.dots1 and not config.moe.bias_rate:
+        routers = [name for name in weights if name.endswith("mlp.router.weight")]
+        biases = [file_names(family, name.replace(".weight", ".bias"))[0] for name in routers]
+        parts |= {bias: torch.zeros(config.moe.experts) for bias in biases}
     return parts

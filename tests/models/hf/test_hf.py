@@ -28,6 +28,7 @@ from lowbit.models.hf.folder import INDEX, SINGLE, TensorFolder
 from lowbit.models.hf.load import load_model
 from lowbit.models.hf.parity import compare
 from lowbit.models.hf.save import save_model
+from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -57,6 +58,15 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+DOTS = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "head_dim": 8,
+}
 CASES: dict[str, tuple[Family, dict[str, Any]]] = {
     "llama": (Family.llama, {}),
     "llama tied": (Family.llama, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -90,6 +100,11 @@ CASES: dict[str, tuple[Family, dict[str, Any]]] = {
             "mlp_only_layers": [0],
         },
     ),
+    "dots1": (Family.dots1, DOTS),
+    "dots1 local": (
+        Family.dots1,
+        {**DOTS, "norm_topk_prob": True, "sliding_window": 6, "max_window_layers": 1, "routed_scaling_factor": 1.0},
+    ),
     "qwen3 moe normalised": (
         Family.qwen3_moe,
         {
@@ -115,6 +130,9 @@ def stock_model(family: Family, changes: dict[str, Any]) -> Any:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             assert parameter.any(), name
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.uniform_(-0.3, 0.3)
     return model
 
 
@@ -138,7 +156,7 @@ def test_an_imported_model_computes_the_same_and_comes_back_bit_by_bit(case: Pat
     parity.require(1e-4)
 
     back = case.parent / "ours"
-    files = save_model(back, model.config, dict(model.named_parameters()), VOCAB, dtype="fp32", eos_id=3)
+    files = save_model(back, model.config, weights_and_state(model), VOCAB, dtype="fp32", eos_id=3)
     assert [f.name for f in files] == [SINGLE] and (back / INDEX).is_file()
     with TensorFolder(case) as theirs, TensorFolder(back) as ours:
         assert ours.names() == theirs.names()
@@ -170,7 +188,7 @@ def test_bf16_is_rounded_once_and_exact_from_then_on(tmp_path: Path) -> None:
     config = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, qk_norm=True, max_sequence=64)
     model = Transformer(config, VOCAB)
     model.init_weights(3)
-    weights = dict(model.named_parameters())
+    weights = weights_and_state(model)
     save_model(tmp_path / "a", config, weights, VOCAB, shard_bytes=9_000)
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
     loaded = load_model(tmp_path / "a", VOCAB, torch.float32)
@@ -190,7 +208,7 @@ def test_a_vocabulary_larger_than_the_tokenizers_keeps_its_rows(tmp_path: Path) 
     model = load_model(tmp_path / "theirs", 90, torch.float32)
     assert model.vocab_size == 90 and model.padded_vocab == VOCAB
     assert compare(model, tmp_path / "theirs", tokens() % 90).first_drift(1e-4) is None
-    save_model(tmp_path / "ours", model.config, dict(model.named_parameters()), 90, dtype="fp32")
+    save_model(tmp_path / "ours", model.config, weights_and_state(model), 90, dtype="fp32")
     with TensorFolder(tmp_path / "ours") as ours:
         assert torch.equal(ours.read("lm_head.weight"), theirs.lm_head.weight)
     with pytest.raises(CheckpointError, match="the tokenizer has 98 tokens and the model 97 embeddings"):
@@ -334,6 +352,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
         ({"moe": MoeConfig(experts=4, shared=1)}, "model.moe.shared=1"),
         ({"moe": MoeConfig(experts=4, bias_rate=0.1)}, "model.moe.bias_rate=0.1"),
         ({"moe": MoeConfig(experts=4, gate=GateKind.sigmoid)}, "model.moe.gate=sigmoid"),
+        ({"moe": MoeConfig(experts=4, gate=GateKind.sigmoid, shared=1), "qk_norm": False}, "model.moe.gate=sigmoid"),
         ({"moe": MoeConfig(experts=4, first_dense=1), "qk_norm": False}, "a mixture of experts with these norms"),
         ({"logit_softcap": 30.0}, "model.logit_softcap=30.0"),
         ({"qk_norm": True, "qk_norm_scope": QkNormScope.layer}, "model.qk_norm_scope=layer"),
@@ -359,12 +378,12 @@ def test_nothing_is_written_over_and_no_half_folder_stays(tmp_path: Path) -> Non
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("x")
     with pytest.raises(CheckpointError, match="exists and is not empty"):
-        save_model(tmp_path / "full", config, dict(model.named_parameters()), VOCAB)
+        save_model(tmp_path / "full", config, weights_and_state(model), VOCAB)
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        save_model(tmp_path / "file" / "below", config, dict(model.named_parameters()), VOCAB)
+        save_model(tmp_path / "file" / "below", config, weights_and_state(model), VOCAB)
     (tmp_path / "empty").mkdir()
-    save_model(tmp_path / "empty", config, dict(model.named_parameters()), VOCAB)
+    save_model(tmp_path / "empty", config, weights_and_state(model), VOCAB)
     assert not list(tmp_path.glob(".*"))
 
 
