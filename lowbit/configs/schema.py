@@ -579,6 +579,8 @@ class EngineConfig:
     2 gradients too, 3 weights too (gathered layer by layer in each pass)."""
     bucket_mib: int = 200
     """deepspeed: gradients are reduced in buckets of about so many MiB (of FP32), while the backward pass goes on."""
+    expert_parallel: bool = False
+    """deepspeed, ZeRO 1 and 2: every rank keeps its share of each layer's experts, and tokens travel to them."""
     rank_timeout_seconds: float = 600.0
     """deepspeed: when no rank moves on for so long, the job ends with an error that names the one that hangs."""
 

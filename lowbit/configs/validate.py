@@ -161,8 +161,8 @@ def validate(config: RunConfig) -> None:
     Reads the file system only to see whether named paths exist.
     """
     checks: tuple[Callable[[RunConfig], None], ...] = (
-        _ranges, _run, _heads, _rope, _sequences, _batch, _engine, _schedule, _rules, _switches, _stabilisers,
-        _sources, _tokenizer,
+        _ranges, _run, _heads, _rope, _sequences, _batch, _engine, _expert_parallel, _schedule, _rules, _switches,
+        _stabilisers, _sources, _tokenizer,
     )  # fmt: skip
     for check in checks:
         check(config)
@@ -299,6 +299,21 @@ def _engine(config: RunConfig) -> None:
         why = "one process has nobody to send gradients to"
         works = "engine=deepspeed, started with torchrun, or comm=none would work"
         raise refuse(config, "comm.kind", "engine.kind", why=why, works=works)
+
+
+def _expert_parallel(config: RunConfig) -> None:
+    key, engine = "engine.expert_parallel", config.engine
+    if not engine.expert_parallel:
+        return
+    if engine.kind is EngineKind.local:
+        works = "engine=deepspeed would work"
+        raise refuse(config, key, "engine.kind", why="one process has all experts", works=works)
+    if engine.zero_stage not in (1, 2):
+        works = "engine.zero_stage=1 would work"
+        raise refuse(config, key, "engine.zero_stage", why="it goes with ZeRO 1 and 2", works=works)
+    if not config.model.moe.experts:
+        works = "model=moe_30m_a10m would work"
+        raise refuse(config, key, "model.moe.experts", why="the model has no experts", works=works)
 
 
 def check_world(config: RunConfig, world: int) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from lowbit.configs.schema import MlpKind, ModelConfig
 from lowbit.models.layers import GroupedLinear, Linear, project
 from lowbit.models.router import Collect, Dispatch, Router
+from lowbit.models.spread import Spread
 
 
 class SquaredReLU(nn.Module):
@@ -68,6 +69,8 @@ class Moe(nn.Module):
         super().__init__()
         moe = config.moe
         self.choices = moe.top_k
+        self.spread: Spread | None = None
+        """Expert parallelism: the way to the other ranks' experts, where there is one."""
         self.router = Router(moe, config.width)
         self.experts = Experts(config.mlp, moe.experts, config.width, moe.expert_width)
         self.shared = Mlp(config.mlp, config.width, moe.shared * moe.expert_width) if moe.shared else None
@@ -78,7 +81,11 @@ class Moe(nn.Module):
         routing = self.router(rows)
         places = (routing.order, routing.place, self.choices)
         there: Tensor = Dispatch.apply(rows, *places)  # type: ignore[no-untyped-call]
-        back: Tensor = Collect.apply(self.experts(there, routing.offsets), *places)  # type: ignore[no-untyped-call]
+        if self.spread is None:
+            made = self.experts(there, routing.offsets)
+        else:
+            made = self.spread(there, routing.offsets, self.experts)
+        back: Tensor = Collect.apply(made, *places)  # type: ignore[no-untyped-call]
         y = (back.float() * routing.weights[:, :, None]).sum(1)
         if self.shared is not None:
             y = y + self.shared(rows).float()

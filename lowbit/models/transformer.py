@@ -30,6 +30,7 @@ from lowbit.models.attention import AttentionMask, prepare_mask
 from lowbit.models.block import KV, Block, BlockOutput, Rope
 from lowbit.models.cost import head_dim_of, kv_owners, kv_source, mup_ratio, vocab_rows_of, window_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, state_buffers
+from lowbit.models.moe import Moe
 from lowbit.models.rope import check_rope, rope_frequencies, rope_tables
 from lowbit.models.router import check_moe
 from lowbit.models.visibility import Visibility
@@ -242,9 +243,13 @@ class Transformer(nn.Module):
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
     def compile_blocks(self) -> None:
-        """Compile each block in place (one graph serves all of them); names of parameters stay as they are."""
+        """Compile each block in place (one graph serves all of a kind); names of parameters stay as they are.
+
+        A block whose experts are spread over ranks is cut where its tokens travel.
+        """
         for block in self.blocks:
-            block.compile(fullgraph=True, dynamic=False)
+            whole = not any(isinstance(module, Moe) and module.spread is not None for module in block.modules())
+            block.compile(fullgraph=whole, dynamic=False)
 
     def set_recompute(self, recompute: Recompute) -> None:
         """What the backward pass recomputes, from now on."""

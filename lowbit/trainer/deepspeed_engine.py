@@ -16,7 +16,7 @@ processes, or in one process.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from lowbit.trainer.engine import check_names, wants_compile
 from lowbit.trainer.gathered import gathered, without_hooks
 from lowbit.trainer.objective import Objective, ObjectiveOutput, run_objective
 from lowbit.trainer.optim import GroupRow
+from lowbit.trainer.own_experts import OwnExperts
 from lowbit.trainer.shards import Shards, common_steps, partitioned_groups, partitioned_parameters, replicated
 
 MIB = 1 << 20
@@ -68,8 +69,12 @@ class DeepSpeedEngine:
         self.ranks = ranks
         self.rank, self.world = ranks.rank, ranks.world
         self.stage = config.engine.zero_stage
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self._parameters = dict(model.named_parameters())
+        self._own: OwnExperts | None = None
+        if config.engine.expert_parallel and self.world > 1:
+            self._own = OwnExperts(model, ranks, config.optim)
+        apart = self._own.parameters if self._own is not None else {}
+        self._names = {id(p): name for name, p in model.named_parameters() if name not in apart}
+        self._parameters = {name: p for name, p in model.named_parameters() if name not in apart}
         self._bf16_weights = config.comm.weights is WeightsDtype.bf16 or (
             config.comm.weights is WeightsDtype.auto and model.compute_dtype is torch.bfloat16
         )
@@ -80,15 +85,18 @@ class DeepSpeedEngine:
         self._ragged = False
         self._holding = False
         self._loss = _Loss(model)
-        self._optimizer = ClientOptimizer(model, config.optim, sharded=self.stage > 0)
         self._prepare_blocks(deepspeed, config)
         self._ds: Any
-        self._ds, *_ = deepspeed.initialize(
-            model=self._loss, optimizer=self._optimizer, config=self._settings(config), dist_init_required=False
-        )
+        with self._own.hidden() if self._own is not None else nullcontext():
+            self._optimizer = ClientOptimizer(model, config.optim, sharded=self.stage > 0)
+            self._ds, *_ = deepspeed.initialize(
+                model=self._loss, optimizer=self._optimizer, config=self._settings(config), dist_init_required=False
+            )
         self._zero: Any = self._ds.optimizer
         self.shards = self._lay_out()
         self._make_states()
+        if self._own is not None:
+            self._own.add_to(self.shards)
         self._watch_arrivals()
         if self.world > 1:
             self._attach(config)
@@ -276,6 +284,9 @@ class DeepSpeedEngine:
 
     def _gradients(self) -> list[Tensor]:
         """The gradients that this rank steps on."""
+        return self._reduced() + (self._own.gradients() if self._own is not None else [])
+
+    def _reduced(self) -> list[Tensor]:
         if self.stage == 0:
             return [p.grad for p in self._parameters.values() if p.grad is not None]
         if self.stage == 3:
@@ -287,6 +298,8 @@ class DeepSpeedEngine:
         if gradient_scale != 1.0:
             torch._foreach_mul_(self._gradients(), gradient_scale)
         self._optimizer.set_lr_scale(lr_scale)
+        if self._own is not None:
+            self._own.step(lr_scale)
         self._ds.step()
         self._count_fixed_traffic()
 
@@ -311,25 +324,29 @@ class DeepSpeedEngine:
     def first_bad_gradient(self) -> str | None:
         """See `Engine.first_bad_gradient`."""
         parts = self.gradient_parts()
-        bad = [float(not bool(parts[name].isfinite().all())) for name in self._parameters]
-        found = [name for name, count in zip(self._parameters, self.ranks.sum(bad), strict=True) if count]
+        names = [name for name in self.shards.parts if name in parts]
+        bad = [float(not bool(parts[name].isfinite().all())) for name in names]
+        found = [name for name, count in zip(names, self.ranks.sum(bad), strict=True) if count]
         return found[-1] if found else None
 
     def gradient_parts(self) -> dict[str, Tensor]:
         """This rank's part of every reduced gradient, flat under ZeRO 1 to 3; between `gradient_norm` and `step`."""
         if self.stage == 0:
             return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        own = self._own.parameters if self._own is not None else {}
         flats = [
             torch.cat([piece.reshape(-1) for piece in self._zero.averaged_gradients[i]])
-            for i in range(len(self.shards.groups))
+            for i in range(len(self.shards.groups) - len(own))
         ]
-        return {name: part.of(flats[part.group]) for name, part in self.shards.parts.items()}
+        found = {name: part.of(flats[part.group]) for name, part in self.shards.parts.items() if name not in own}
+        zeros = {name: torch.zeros_like(p) for name, p in own.items() if p.grad is None}
+        return found | {name: (zeros[name] if p.grad is None else p.grad).view(-1) for name, p in own.items()}
 
     # Weights and states ---------------------------------------------------------------------------------------------
 
     def groups(self) -> list[GroupRow]:
         """See `Engine.groups`."""
-        return self._optimizer.groups()
+        return self._optimizer.groups() + (self._own.rows() if self._own is not None else [])
 
     def weights(self) -> dict[str, Tensor]:
         """See `Engine.weights`."""
@@ -385,6 +402,9 @@ class DeepSpeedEngine:
         """This rank's part of every state, by `<name>.<slot>`, and the step counts, which belong to whole groups."""
         slots: dict[str, Tensor] = {}
         for name, part in self.shards.parts.items():
+            if self._own is not None and name in self._own.parameters:
+                slots |= {f"{name}.{slot}": t.view(-1) if t.ndim else t for slot, t in self._own.states(name).items()}
+                continue
             flat = self._parameters[name] if self.stage == 0 else self.shards.groups[part.group].flat
             for slot, tensor in self._optimizer.state[flat].items():
                 slots[f"{name}.{slot}"] = part.of(tensor) if tensor.ndim and self.stage > 0 else tensor
@@ -418,8 +438,10 @@ class DeepSpeedEngine:
 
     @contextmanager
     def whole_model(self) -> Iterator[Transformer | None]:
-        """See `Engine.whole_model`. Stage 3: every rank needs memory for all weights meanwhile."""
+        """See `Engine.whole_model`. Stage 3 and spread experts: every rank needs memory for all of them meanwhile."""
         with ExitStack() as stack:
+            if self._own is not None:
+                stack.enter_context(self._own.together())
             if self.stage == 3:
                 stack.enter_context(gathered(list(self._parameters.values())))
                 stack.enter_context(without_hooks(self.model))

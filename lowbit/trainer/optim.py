@@ -175,6 +175,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig, with_state: bool = Tr
     return Optimizer(groups + _adamw(adamw, config, hidden_scale), with_state)
 
 
+def expert_optimizer(parameters: dict[str, nn.Parameter], model: Transformer, config: OptimConfig) -> Optimizer:
+    """AdamW over the experts of one rank, as `build_optimizer` would have it over those of all."""
+    return Optimizer(_adamw([("hidden matrices", parameters)], config, mup_ratio(model.config)))
+
+
 def _adamw(
     members: list[tuple[str, dict[str, nn.Parameter]]], config: OptimConfig, hidden_scale: float
 ) -> list[_Group]:

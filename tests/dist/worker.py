@@ -57,6 +57,7 @@ def config_of(case: dict[str, Any]) -> RunConfig:
             compile=CompileMode(case.get("compile", "off")),
             recompute=Recompute(case.get("recompute", "none")),
             zero_stage=case.get("stage", 0),
+            expert_parallel=case.get("spread", False),
             bucket_mib=case.get("bucket_mib", 200),
         ),
         comm=CommConfig(
