@@ -305,15 +305,15 @@ def _expert_parallel(config: RunConfig) -> None:
     key, engine = "engine.expert_parallel", config.engine
     if not engine.expert_parallel:
         return
+    if not config.model.moe.experts:
+        works = f"{key}=false would work"
+        raise refuse(config, key, "model.moe.experts", why="the model has no experts", works=works)
     if engine.kind is EngineKind.local:
-        works = "engine=deepspeed would work"
+        works = "engine.kind=deepspeed would work"
         raise refuse(config, key, "engine.kind", why="one process has all experts", works=works)
     if engine.zero_stage not in (1, 2):
         works = "engine.zero_stage=1 would work"
         raise refuse(config, key, "engine.zero_stage", why="it goes with ZeRO 1 and 2", works=works)
-    if not config.model.moe.experts:
-        works = "model=moe_30m_a10m would work"
-        raise refuse(config, key, "model.moe.experts", why="the model has no experts", works=works)
 
 
 def check_world(config: RunConfig, world: int) -> None:

@@ -74,6 +74,12 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
         {"precision.switch": [{"at_decay": True, "forward": "bf16"}], "optim.schedule.kind": "cosine"},
         ["switch.0.at_decay=true", "optim.schedule.kind=cosine"],
     ),
+    ({"engine.expert_parallel": True}, ["engine.expert_parallel=true", "model.moe.experts=0", "no experts"]),
+    ({"engine.expert_parallel": True, "model.moe.experts": 4}, ["engine.kind=local", "one process has all experts"]),
+    (
+        {"engine": {"expert_parallel": True, "kind": "deepspeed", "zero_stage": 3}, "model.moe.experts": 4},
+        ["engine.expert_parallel=true", "engine.zero_stage=3"],
+    ),
     ({"data.sources": {}}, ["data.sources={}", "nothing to train on"]),
     ({"data.sources.python_docs.weight": 0.0}, ["data.sources.python_docs.weight=0"]),
     ({"data.sources.python_docs.weight": -1.0}, ["data.sources.python_docs.weight=-1"]),
