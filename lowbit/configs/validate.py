@@ -161,8 +161,8 @@ def validate(config: RunConfig) -> None:
     Reads the file system only to see whether named paths exist.
     """
     checks: tuple[Callable[[RunConfig], None], ...] = (
-        _ranges, _run, _heads, _rope, _sequences, _batch, _engine, _expert_parallel, _schedule, _rules, _switches,
-        _stabilisers, _sources, _tokenizer,
+        _ranges, _run, _heads, _layers, _experts, _rope, _sequences, _batch, _engine, _expert_parallel, _schedule,
+        _rules, _switches, _stabilisers, _sources, _tokenizer,
     )  # fmt: skip
     for check in checks:
         check(config)
@@ -234,6 +234,30 @@ def _heads(config: RunConfig) -> None:
         keys = ("model.head_dim",) if m.head_dim else ("model.width", "model.heads", "model.head_dim")
         why = f"a head of width {head_dim} has no pairs to rotate, it must be even"
         raise refuse(config, *keys, why=why, works=f"model.head_dim={head_dim + 1} would work")
+
+
+def _layers(config: RunConfig) -> None:
+    m = config.model
+    if any(window < 0 for window in m.windows):
+        why = "a window is positive, or 0 for a global layer"
+        raise refuse(config, "model.windows", why=why, works="model.windows=[] would work")
+    shared = m.kv_from
+    good = len(shared) == m.layers and all(0 <= s <= i and shared[s] == s for i, s in enumerate(shared))
+    if shared and not good:
+        why = f"each of {m.layers} layers uses its own keys, or those of an earlier layer that has some"
+        raise refuse(config, "model.kv_from", "model.layers", why=why, works="model.kv_from=[] would work")
+
+
+def _experts(config: RunConfig) -> None:
+    moe, key = config.model.moe, "model.moe"
+    if not moe.experts:
+        return
+    if moe.top_k > moe.experts:
+        works = f"{key}.top_k={moe.experts} would work"
+        raise refuse(config, f"{key}.top_k", f"{key}.experts", why="a token needs so many experts", works=works)
+    if moe.first_dense >= config.model.layers:
+        works = f"{key}.first_dense=0 would work"
+        raise refuse(config, f"{key}.first_dense", "model.layers", why="no layer would have experts", works=works)
 
 
 def _nearest_divisor(number: int, wish: int) -> int:
