@@ -49,14 +49,15 @@ class _WithZ(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *more = _forward(q, k, v, mask, scale)
-        ctx.save_for_backward(q, k, v, mask, out, lse, *(t for t in more if isinstance(t, Tensor)))
-        ctx.numbers = [n for n in more if not isinstance(n, Tensor)]
+        cum_q, cum_k, max_q, max_k, seed, offset = more or [None] * 6
+        ctx.save_for_backward(q, k, v, mask, out, lse, cum_q, cum_k, seed, offset)
+        ctx.numbers = (max_q, max_k)
         ctx.scale = scale
         return out, lse.float().reshape(q.shape[:3])
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, out, lse, *tensors = ctx.saved_tensors
+        q, k, v, mask, out, lse, *more = ctx.saved_tensors
         width = q.shape[-1]
 
         def wider(x: Tensor, column: Tensor | float | None = None) -> Tensor:
@@ -73,7 +74,7 @@ class _WithZ(torch.autograd.Function):
             wider(out),
             lse,
             mask,
-            tensors,
+            more,
             ctx.numbers,
             ctx.scale,
         )
@@ -81,9 +82,13 @@ class _WithZ(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
+def _on_gpu(q: Tensor) -> bool:
+    return q.is_cuda
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Any:
-    """(out, logsumexp, whatever else the backward call wants)."""
-    if not q.is_cuda:
+    """(out, logsumexp), and on a GPU what else the backward call wants: cumulative lengths, greatest ones, seeds."""
+    if not _on_gpu(q):
         bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask is None, attn_mask=bias, scale=scale
@@ -93,7 +98,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float)
         found = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
     else:
         found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
-    return found[:-1]
+    return found[:8]
 
 
 def _backward(
@@ -104,17 +109,17 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     mask: Tensor | None,
-    tensors: list[Tensor],
-    numbers: list[int],
+    more: list[Tensor | None],
+    numbers: tuple[int, int],
     scale: float,
 ) -> Any:
     """Gradients of q, k and v, all of them with the added columns."""
-    if not q.is_cuda:
+    if not _on_gpu(q):
         bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=bias, scale=scale
         )
-    cum_q, cum_k, seed, offset = tensors
+    cum_q, cum_k, seed, offset = more
     if q.shape[-1] <= CUDNN_WIDEST:
         return _aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, *numbers, 0.0, True, scale=scale

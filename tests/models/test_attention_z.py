@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from lowbit.configs.schema import ModelConfig, Recompute
+from lowbit.models import attention_z
 from lowbit.models.attention import block_mask, dense_mask, prepare_mask
 from lowbit.models.attention_z import attention_with_z
 from lowbit.models.lm_head import lm_head_loss
@@ -184,3 +185,24 @@ def test_it_compiles_whole(packed: bool) -> None:
         if reference.grad is not None:
             torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-4, atol=1e-4, msg=name)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_gpus_kernels_are_called_as_they_want(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their schemas and shapes, on the meta device; numbers need a GPU. 64 is cuDNN's, 128, made wider, flash's."""
+    called = []
+    for name in ("cudnn", "flash"):
+        backward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward")
+
+        def watched(*arguments: object, name: str = name, real: object = backward, **more: object) -> object:
+            called.append((name, arguments[0].shape[-1]))  # type: ignore[attr-defined]
+            return real(*arguments, **more)  # type: ignore[operator]
+
+        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward", watched)
+    monkeypatch.setattr(attention_z, "_on_gpu", lambda q: True)
+    leaves = [torch.randn(2, h, 40, dim, device="meta", dtype=torch.bfloat16).requires_grad_() for h in (4, 2, 2)]
+    out, z = attention_with_z(*leaves, None)
+    assert out.shape == leaves[0].shape and z.shape == (2, 4, 40) and z.dtype is torch.float32
+    (out.float().sum() + z.sum()).backward()
+    assert called == [("cudnn" if dim == 64 else "flash", dim + attention_z.COLUMNS)]
+    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves)
