@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig
 from lowbit.models.cost import mup_ratio
-from lowbit.models.hf.config import Family, family_of, write_config
+from lowbit.models.hf.config import Family
+from lowbit.models.hf.describe import family_of, write_config
 from lowbit.models.hf.folder import write_folder
 from lowbit.models.hf.names import IN_FP32, file_names
 

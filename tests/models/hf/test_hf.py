@@ -23,7 +23,8 @@ from lowbit.configs.schema import (
 )
 from lowbit.errors import CheckpointError
 from lowbit.models.cost import window_of
-from lowbit.models.hf.config import Family, family_of, read_config, write_config
+from lowbit.models.hf.config import Family, read_config
+from lowbit.models.hf.describe import family_of, write_config
 from lowbit.models.hf.folder import INDEX, SINGLE, TensorFolder
 from lowbit.models.hf.load import load_model
 from lowbit.models.hf.parity import compare
