@@ -29,6 +29,10 @@ class CheckpointError(LowbitError):
     """A checkpoint is missing, damaged or belongs to another run."""
 
 
+class WeightsError(LowbitError):
+    """New weights for a sampler are incomplete, do not fit its model, or arrived other than they were sent."""
+
+
 class NonFiniteError(LowbitError):
     """A loss or a gradient became NaN or infinite; nothing was written from that step."""
 
