@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowbit.configs.compose import compose_for
 from lowbit.configs.overrides import DISTILL
-from lowbit.configs.schema import DistillConfig, Estimator
+from lowbit.configs.schema_distill import DistillConfig, Estimator
 from lowbit.configs.validate_distill import student_tokens, validate_distill
 from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset, prepare_data

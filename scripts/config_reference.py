@@ -16,7 +16,8 @@ from pathlib import Path
 
 from lowbit.configs import schema
 from lowbit.configs.overrides import groups
-from lowbit.configs.schema import DistillConfig, ModelConfig, PrecisionConfig, RunConfig
+from lowbit.configs.schema import ModelConfig, PrecisionConfig, RunConfig
+from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.stored import plain
 from lowbit.configs.strict import accepted, fields_of, show, unwrap_optional
 
@@ -29,7 +30,7 @@ ELSEWHERE: dict[type, str] = {ModelConfig: "model", PrecisionConfig: "precision"
 INTRODUCTION = """\
 # Configuration
 
-This page is written by `scripts/config_reference.py` from `lowbit/configs/schema.py`; edit that file instead.
+This page is written by `scripts/config_reference.py` from `lowbit/configs/schema*.py`; edit those files instead.
 
 Settings follow the command: `lowbit pretrain preset=gpu model=30m optim.lr=1e-3`.
 
@@ -48,7 +49,9 @@ that names the key and the nearest valid one. The resolved configuration is save
 def docstrings() -> dict[str, dict[str, str]]:
     """Docstring of each attribute of each class of the schema, and of the class itself under ""."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    files = sorted(Path(schema.__file__).parent.glob("schema*.py"))
+    nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    for node in nodes:
         if not isinstance(node, ast.ClassDef):
             continue
         texts = {"": ast.get_docstring(node) or ""}

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Generic, TypeVar
 
-from lowbit.configs.schema import DistillConfig, RunConfig
+from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.strict import build, fields_of, locate, nearest, schema_paths, show, suggest
 from lowbit.errors import ConfigError
 

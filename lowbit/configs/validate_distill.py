@@ -4,7 +4,8 @@ here what is the distillation's own."""
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.configs.schema import DistillConfig, Divergence, Estimator, RunConfig
+from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema_distill import DistillConfig, Divergence, Estimator
 from lowbit.configs.validate import COUNT, FRACTION, POSITIVE, Range, check_ranges, refuse, validate
 from lowbit.errors import ConfigError
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.configs.schema import Estimator
+from lowbit.configs.schema_distill import Estimator
 from lowbit.distill.estimators import Kept
 from lowbit.distill.noise import Lane, Noise, Places
 

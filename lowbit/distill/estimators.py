@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.configs.schema import Estimator
+from lowbit.configs.schema_distill import Estimator
 from lowbit.distill.blocks import BLOCK, Distributions, gather_blocks, largest
 from lowbit.distill.noise import Lane, Noise, Places
 from lowbit.errors import ConfigError

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.configs.schema import DataConfig, DistillConfig, EngineConfig, TeacherConfig
+from lowbit.configs.schema import DataConfig, EngineConfig
+from lowbit.configs.schema_distill import DistillConfig, TeacherConfig
 from lowbit.configs.strict import build
 from lowbit.data.dataset import prepare_data
 from lowbit.data.loader import SampleOrder

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import lowbit
-from lowbit.configs.schema import DistillConfig
+from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.stored import plain
 from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from lowbit.configs.schema import CheckpointConfig, DistillConfig
+from lowbit.configs.schema import CheckpointConfig
+from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.validate_distill import student_tokens, teacher_config
 from lowbit.data.dataset import prepare_data
 from lowbit.distill.making import CacheMaker

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowbit.configs.schema import Estimator
+from lowbit.configs.schema_distill import Estimator
 from lowbit.configs.stored import flatten
 from lowbit.data.batch import Batch
 from lowbit.data.storage import atomic_write, file_sha256

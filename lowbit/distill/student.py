@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowbit.configs.schema import DistillConfig, DistillLossConfig, Divergence, Estimator
+from lowbit.configs.schema_distill import DistillConfig, DistillLossConfig, Divergence, Estimator
 from lowbit.configs.stored import save_config
 from lowbit.configs.validate_distill import student_config
 from lowbit.data.batch import Batch

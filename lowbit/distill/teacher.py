@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.configs.schema import EngineConfig, TeacherConfig
+from lowbit.configs.schema import EngineConfig
+from lowbit.configs.schema_distill import TeacherConfig
 from lowbit.configs.stored import plain
 from lowbit.data.batch import Batch
 from lowbit.errors import ConfigError, DataError

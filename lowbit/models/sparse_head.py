@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.configs.schema import Divergence
+from lowbit.configs.schema_distill import Divergence
 from lowbit.errors import DataError
 from lowbit.models.lm_head import (
     HeadGradients,

@@ -10,12 +10,10 @@ import torch
 
 from lowbit.configs.schema import (
     BatchConfig,
-    CacheConfig,
     CheckpointConfig,
     CompileMode,
     ComputeDtype,
     DataConfig,
-    DistillConfig,
     EngineConfig,
     EvalConfig,
     LoggingConfig,
@@ -26,10 +24,10 @@ from lowbit.configs.schema import (
     ScheduleConfig,
     SourceConfig,
     SourceKind,
-    TeacherConfig,
     TokenizerConfig,
     TokenizerKind,
 )
+from lowbit.configs.schema_distill import CacheConfig, DistillConfig, TeacherConfig
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.teacher import Teacher, open_teacher

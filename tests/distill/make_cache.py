@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lowbit.configs.schema import DistillConfig
+from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.stored import load_config
 from lowbit.data.dataset import prepare_data
 from lowbit.distill import making

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit.configs.schema import DistillConfig, Estimator, TokenizerConfig, TokenizerKind
+from lowbit.configs.schema import TokenizerConfig, TokenizerKind
+from lowbit.configs.schema_distill import DistillConfig, Estimator
 from lowbit.configs.stored import save_config
 from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset, prepare_data

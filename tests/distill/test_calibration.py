@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lowbit.configs.schema import DistillConfig
+from lowbit.configs.schema_distill import DistillConfig
 from lowbit.data.dataset import Dataset
 from lowbit.distill.calibration import BINS, calibration_bins, compare, ece
 from lowbit.distill.teacher import Teacher

@@ -8,7 +8,7 @@ import torch
 from test_estimators import DRAWS, TEACHERS, UNBIASED, VOCAB, dense, draw
 from torch import Tensor
 
-from lowbit.configs.schema import Estimator
+from lowbit.configs.schema_distill import Estimator
 from lowbit.distill.blocks import Distributions
 from lowbit.distill.codec import ZERO, Decoded, Layout, decode, encode, pack, round_entropy, round_weights
 from lowbit.distill.estimators import Kept, sampler

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_codec import realistic
 
-from lowbit.configs.schema import DistillConfig, Estimator
+from lowbit.configs.schema_distill import DistillConfig, Estimator
 from lowbit.data.dataset import Dataset
 from lowbit.distill.batches import StoredRows, unpack
 from lowbit.distill.blocks import Distributions

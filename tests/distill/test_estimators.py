@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowbit.configs.schema import Estimator
+from lowbit.configs.schema_distill import Estimator
 from lowbit.distill.blocks import Distributions
 from lowbit.distill.estimators import Kept, check_targets, gumbel, sampler, varopt
 from lowbit.distill.noise import Lane, Noise, Places

@@ -14,14 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.configs.schema import (
-    DistillConfig,
-    DistillLossConfig,
-    Divergence,
-    Estimator,
-    SourceConfig,
-    SourceKind,
-)
+from lowbit.configs.schema import SourceConfig, SourceKind
+from lowbit.configs.schema_distill import DistillConfig, DistillLossConfig, Divergence, Estimator
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, SampleOrder
 from lowbit.distill import run as distill

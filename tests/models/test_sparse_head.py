@@ -5,7 +5,7 @@ import torch
 from test_lm_head import PADDED, TOKENS, VOCAB, WIDTH, _data, _largest_allocation
 from torch import Tensor
 
-from lowbit.configs.schema import Divergence
+from lowbit.configs.schema_distill import Divergence
 from lowbit.errors import DataError
 from lowbit.models import sparse_head
 from lowbit.models.lm_head import lm_head_loss

@@ -1,0 +1,84 @@
+"""Settings of the execution: what runs a step, on how many processes, and how they communicate."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EngineKind(StrEnum):
+    """What runs forward, backward and the optimizer step."""
+
+    local = "local"
+    """One process, plain PyTorch."""
+    deepspeed = "deepspeed"
+    """Any number of processes, started by torchrun, on DeepSpeed's ZeRO."""
+
+
+class Recompute(StrEnum):
+    """Activation checkpointing."""
+
+    none = "none"
+    full = "full"
+    """Keep each block's input; recompute the block in the backward pass."""
+    selective = "selective"
+    """Keep matrix products and attention outputs; recompute the element-wise rest."""
+
+
+class CompileMode(StrEnum):
+    """Whether blocks go through `torch.compile`."""
+
+    auto = "auto"
+    """On a GPU, yes; on a CPU, no: it costs 20 s or more at the start and needs a C++ compiler."""
+    on = "on"
+    off = "off"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Execution."""
+
+    kind: EngineKind = EngineKind.local
+    compile: CompileMode = CompileMode.auto
+    recompute: Recompute = Recompute.none
+    zero_stage: int = 1
+    """deepspeed: what ranks share instead of each keeping all of it: 0 nothing, 1 optimizer states and master weights,
+    2 gradients too, 3 weights too (gathered layer by layer in each pass)."""
+    bucket_mib: int = 200
+    """deepspeed: gradients are reduced in buckets of about so many MiB (of FP32), while the backward pass goes on."""
+    expert_parallel: bool = False
+    """deepspeed, ZeRO 1 and 2: every rank keeps its share of each layer's experts, and tokens travel to them."""
+    rank_timeout_seconds: float = 600.0
+    """deepspeed: when no rank moves on for so long, the job ends with an error that names the one that hangs."""
+
+
+class CommKind(StrEnum):
+    """What gradients are while they travel between ranks; sums are FP32 in all of them but bf16."""
+
+    none = "none"
+    """FP32, as they are."""
+    bf16 = "bf16"
+    """Rounded to BF16, and summed in it."""
+    squinch = "squinch"
+    """6 bits a value: 8 values in 48 bits, as published by Character.AI."""
+    sq48 = "sq48"
+    """6 bits a value: the same size with finer scales and a search, 2 dB less error."""
+    auto = "auto"
+    """bf16 or sq48, whichever a measurement of the link at the start says is faster."""
+
+
+class WeightsDtype(StrEnum):
+    """What weights are while they travel between ranks (ZeRO 1, 2 and 3); masters stay FP32."""
+
+    auto = "auto"
+    """bf16 where the run computes in BF16, which rounds every weight to it anyway; otherwise fp32."""
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """Communication between ranks."""
+
+    kind: CommKind = CommKind.none
+    weights: WeightsDtype = WeightsDtype.auto
+    exact_below: int = 65_536
+    """Gradients of fewer numbers than this, and all vectors (norms), travel as FP32 whatever `kind` says."""
