@@ -118,7 +118,7 @@ def _device(config: "RunConfig", memory_gb: float | None) -> tuple[str, int, int
 def _vocab_size(config: "RunConfig") -> int:
     """Tokens of the run's tokenizer; a BPE that is yet to be trained has the size asked for."""
     from lowbit.configs.schema import TokenizerKind
-    from lowbit.configs.validate import BYTE_VOCABULARY
+    from lowbit.configs.validate_data import BYTE_VOCABULARY
 
     tokenizer = config.data.tokenizer
     if tokenizer.kind is TokenizerKind.bytes:

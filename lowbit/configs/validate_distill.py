@@ -4,9 +4,10 @@ here what is the distillation's own."""
 from dataclasses import replace
 from pathlib import Path
 
+from lowbit.configs.checks import COUNT, FRACTION, POSITIVE, Range, check_ranges, refuse
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig, Divergence, Estimator
-from lowbit.configs.validate import COUNT, FRACTION, POSITIVE, Range, check_ranges, refuse, validate
+from lowbit.configs.validate import validate
 from lowbit.errors import ConfigError
 
 RANGES = {

@@ -1,0 +1,69 @@
+"""Shapes of a model that cannot be built: heads, layers that share keys, experts, rotary scaling."""
+
+from lowbit.configs.checks import nearest_divisor, refuse
+from lowbit.configs.schema import RopeScaling, RunConfig
+
+
+def check_model(config: RunConfig) -> None:
+    """Raise ConfigError for the first setting of the model that cannot work."""
+    _heads(config)
+    _layers(config)
+    _experts(config)
+    _rope(config)
+
+
+def _heads(config: RunConfig) -> None:
+    m = config.model
+    if m.head_dim is None and m.width % m.heads:
+        whole = [h for h in range(m.kv_heads, m.width + 1, m.kv_heads) if m.width % (2 * h) == 0]
+        best = min(whole, key=lambda h: abs(h - m.heads), default=None)
+        works = f"model.heads={best} would work, or set model.head_dim" if best else "set model.head_dim"
+        raise refuse(config, "model.width", "model.heads", why="heads must divide the width", works=works)
+    if m.heads % m.kv_heads:
+        works = f"model.kv_heads={nearest_divisor(m.heads, m.kv_heads)} would work"
+        raise refuse(config, "model.heads", "model.kv_heads", why="kv_heads must divide heads", works=works)
+    head_dim = m.head_dim or m.width // m.heads
+    if head_dim % 2:
+        keys = ("model.head_dim",) if m.head_dim else ("model.width", "model.heads", "model.head_dim")
+        why = f"a head of width {head_dim} has no pairs to rotate, it must be even"
+        raise refuse(config, *keys, why=why, works=f"model.head_dim={head_dim + 1} would work")
+
+
+def _layers(config: RunConfig) -> None:
+    m = config.model
+    if any(window < 0 for window in m.windows):
+        why = "a window is positive, or 0 for a global layer"
+        raise refuse(config, "model.windows", why=why, works="model.windows=[] would work")
+    shared = m.kv_from
+    good = len(shared) == m.layers and all(0 <= s <= i and shared[s] == s for i, s in enumerate(shared))
+    if shared and not good:
+        why = f"each of {m.layers} layers uses its own keys, or those of an earlier layer that has some"
+        raise refuse(config, "model.kv_from", "model.layers", why=why, works="model.kv_from=[] would work")
+
+
+def _experts(config: RunConfig) -> None:
+    moe, key = config.model.moe, "model.moe"
+    if not moe.experts:
+        return
+    if moe.top_k > moe.experts:
+        works = f"{key}.top_k={moe.experts} would work"
+        raise refuse(config, f"{key}.top_k", f"{key}.experts", why="a token needs so many experts", works=works)
+    if moe.first_dense >= config.model.layers:
+        works = f"{key}.first_dense=0 would work"
+        raise refuse(config, f"{key}.first_dense", "model.layers", why="no layer would have experts", works=works)
+
+
+def _rope(config: RunConfig) -> None:
+    m, r, key = config.model, config.model.rope, "model.rope"
+    if r.scaling is RopeScaling.ntk and (m.head_dim or m.width // m.heads) == 2:
+        why = "the base of a single pair does not matter, so there is nothing to stretch"
+        raise refuse(config, f"{key}.scaling", why=why, works=f"model.head_dim=4 or {key}.scaling=linear would work")
+    if r.scaling is RopeScaling.none and r.factor != 1:
+        works = f"{key}.scaling=yarn (or linear, ntk, llama3) or {key}.factor=1 would work"
+        raise refuse(config, f"{key}.factor", f"{key}.scaling", why="the factor would do nothing", works=works)
+    if r.scaling is RopeScaling.llama3 and r.low_freq_factor >= r.high_freq_factor:
+        keys = (f"{key}.low_freq_factor", f"{key}.high_freq_factor")
+        raise refuse(config, *keys, why="low must be below high", works="1 and 4 would work")
+    if r.scaling is RopeScaling.yarn and r.beta_slow >= r.beta_fast:
+        keys = (f"{key}.beta_slow", f"{key}.beta_fast")
+        raise refuse(config, *keys, why="slow must be below fast", works="1 and 32 would work")
