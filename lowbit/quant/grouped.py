@@ -3,37 +3,23 @@
 Expert e has the rows [offsets[e - 1], offsets[e]) of x and its own matrix W_e. What each of its three products computes
 is what `LowbitLinear` computes from the same rows and weight under the key of expert e, bit for bit: blocks along the
 tokens (wgrad) never hold rows of two experts, padding is each expert's own, a scale of the whole tensor is of an
-expert's rows. An expert without rows has no output and a gradient of zeros.
-
-How many rows an expert has is known on the device only, so the loop over experts is inside an operator, opaque to the
-compiler, whose results have sizes that do not depend on it: what is kept for the backward pass lies expert after expert
-in flat buffers long enough for the worst case (`_capacity`). On a GPU the loop waits for the offsets once a pass.
+expert's rows. An expert without rows has no output and a gradient of zeros. The products: `grouped_products`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from itertools import pairwise
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.errors import ConfigError
 from lowbit.models.layers import GroupedLinear
-from lowbit.quant.kernels.ops import code_shapes, spec_of, spec_text
+from lowbit.quant.grouped_products import grouped_products, groups_of
 from lowbit.quant.linear import check_shape
-from lowbit.quant.linear_products import (
-    KeptInput,
-    forward_product,
-    input_gradient,
-    keep,
-    rotation_signs,
-    training_forward,
-    weight_gradients,
-)
+from lowbit.quant.linear_products import forward_product, rotation_signs
 from lowbit.quant.philox import Product, Side, Stream, make_key
-from lowbit.quant.policy import EMULATED, Alignment, Kept, LinearPolicy, Operand, ProductPolicy, Signs
+from lowbit.quant.policy import EMULATED, LinearPolicy
 from lowbit.quant.product import Dense, factor
 
 
@@ -124,7 +110,7 @@ class LowbitGroupedLinear(GroupedLinear):
         """fprop with the factors that `freeze` made."""
         assert self.frozen is not None
         out = x.new_empty(x.shape[0], self.out_features)
-        for e, rows in _groups(offsets):
+        for e, rows in groups_of(offsets):
             right = Dense(self.frozen[e], None if self.frozen_scale is None else self.frozen_scale[e])
             signs = None if self.frozen_signs is None else self.frozen_signs[e]
             stream = Stream(self.keys[e], self.clock, Product.FPROP, Side.LEFT)
@@ -134,282 +120,6 @@ class LowbitGroupedLinear(GroupedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.policy.summary}"
-
-
-def grouped_products(
-    x: Tensor,
-    offsets: Tensor,
-    weights: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    clock: Tensor,
-    policy: LinearPolicy,
-) -> tuple[Tensor, ...]:
-    """x [rows, in] BF16 or FP32, weights [experts, out, in] FP32, keys [experts, 2] each -> each [rows, out]."""
-    weight_grad = any(w.requires_grad for w in weights)
-    if not torch.is_grad_enabled() or not (weight_grad or x.requires_grad):
-        made: list[Tensor] = grouped_forward(x, offsets, weights, keys, clock, policy_text(policy), False)
-        return tuple(made[: len(weights)])
-    outputs: tuple[Tensor, ...]
-    flags = x.requires_grad, weight_grad
-    outputs = GroupedProducts.apply(x, offsets, clock, policy, *flags, *weights, *keys)  # type: ignore[no-untyped-call]
-    return outputs
-
-
-class GroupedProducts(torch.autograd.Function):
-    """fprop forward, dgrad and wgrad backward, for one or several weights of the same rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        offsets: Tensor,
-        clock: Tensor,
-        policy: LinearPolicy,
-        input_grad: bool,
-        weight_grad: bool,
-        *weights_and_keys: Tensor,
-    ) -> tuple[Tensor, ...]:
-        count = len(weights_and_keys) // 2
-        weights, keys = list(weights_and_keys[:count]), list(weights_and_keys[count:])
-        made = grouped_forward(x, offsets, weights, keys, clock, policy_text(policy), weight_grad)
-        kept = made[count:]
-        if weight_grad and policy.kept is Kept.INPUT:
-            kept = [x, *kept[1:]]
-        ctx.settings = policy, input_grad, weight_grad, x.dtype
-        ctx.save_for_backward(offsets, clock, *kept, *weights_and_keys)
-        return tuple(made[:count])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        policy, input_grad, weight_grad, dtype = ctx.settings
-        offsets, clock, *rest = ctx.saved_tensors
-        kept, rest = list(rest[:4]), rest[4:]
-        count = len(rest) // 2
-        weights, keys = list(rest[:count]), list(rest[count:])
-        grads_in = [grad.contiguous() for grad in grads]
-        text = policy_text(policy)
-        made = grouped_backward(grads_in, kept, offsets, weights, keys, clock, text, dtype, input_grad, weight_grad)
-        dx = made[0] if input_grad else None
-        dws = made[1:] if weight_grad else [None] * count
-        return dx, None, None, None, None, None, *dws, *(None,) * count
-
-
-# The operators ----------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("lowbit::grouped_forward", mutates_args=())
-def grouped_forward(
-    x: Tensor,
-    offsets: Tensor,
-    weights: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    clock: Tensor,
-    policy: str,
-    keeping: bool,
-) -> list[Tensor]:
-    """Outputs [rows, out], one a weight; then what is kept: flat data, scales and outer scales, means [experts, in]."""
-    found = policy_of(policy)
-    outputs, kept = _allocate(x, weights, found, keeping)
-    buffers = [_Buffer(flat) for flat in kept[:3]]
-    for e, rows in _groups(offsets):
-        own_weights, own_keys = [w[e] for w in weights], [k[e] for k in keys]
-        nothing: list[Tensor | None] = [None] * len(weights)
-        made = training_forward(x[rows], own_weights, own_keys, nothing, clock, found, None, keeping)
-        for out, y in zip(outputs, made.outputs, strict=True):
-            out[rows] = y
-        if keeping and found.kept is not Kept.INPUT:
-            of_expert = keep(x[rows], made, own_keys[0], clock, found)
-            for buffer, tensor in zip(buffers, of_expert.tensors[:3], strict=True):
-                buffer.put(tensor)
-            if made.mean is not None:
-                kept[3][e] = made.mean[0]
-    return outputs + kept
-
-
-@grouped_forward.register_fake
-def _(
-    x: Tensor,
-    offsets: Tensor,
-    weights: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    clock: Tensor,
-    policy: str,
-    keeping: bool,
-) -> list[Tensor]:
-    outputs, kept = _allocate(x, weights, policy_of(policy), keeping)
-    return outputs + kept
-
-
-@torch.library.custom_op("lowbit::grouped_backward", mutates_args=())
-def grouped_backward(
-    grads: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    offsets: Tensor,
-    weights: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    clock: Tensor,
-    policy: str,
-    dtype: torch.dtype,
-    input_grad: bool,
-    weight_grad: bool,
-) -> list[Tensor]:
-    """[dX, dW of each weight]; those not wanted have no elements."""
-    found = policy_of(policy)
-    width = weights[0].shape[2]
-    dx, *dws = _allocate_gradients(grads, weights, dtype, input_grad, weight_grad)
-    buffers = [_Buffer(flat) for flat in kept[:3]]
-    nothing: list[Tensor | None] = [None] * len(weights)
-    for e, rows in _groups(offsets):
-        own_grads, own_keys = [g[rows] for g in grads], [k[e] for k in keys]
-        if input_grad:
-            own_weights = [w[e] for w in weights]
-            dx[rows] = input_gradient(own_grads, own_weights, own_keys, nothing, clock, found, dtype)
-        if weight_grad:
-            of_expert = _kept_of_expert(kept, buffers, rows, e, width, found)
-            made = weight_gradients(own_grads, of_expert, width, own_keys, clock, found, dtype)
-            for dw, gradient in zip(dws, made, strict=True):
-                dw[e] = gradient
-    return [dx, *dws]
-
-
-@grouped_backward.register_fake
-def _(
-    grads: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    offsets: Tensor,
-    weights: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    clock: Tensor,
-    policy: str,
-    dtype: torch.dtype,
-    input_grad: bool,
-    weight_grad: bool,
-) -> list[Tensor]:
-    return _allocate_gradients(grads, weights, dtype, input_grad, weight_grad)
-
-
-def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and their rows."""
-    for e, (begin, end) in enumerate(pairwise([0, *offsets.tolist()])):
-        if end > begin:
-            yield e, slice(begin, end)
-
-
-class _Buffer:
-    """A flat buffer that tensors are put into, or taken out of, one after the other."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat, self.at = flat, 0
-
-    def put(self, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            self.flat[self.at : self.at + tensor.numel()] = tensor.reshape(-1)
-            self.at += tensor.numel()
-
-    def take(self, shape: Sequence[int]) -> Tensor:
-        count = torch.Size(shape).numel()
-        self.at += count
-        return self.flat[self.at - count : self.at].view(*shape)
-
-
-def _allocate(
-    x: Tensor, weights: Sequence[Tensor], policy: LinearPolicy, keeping: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Uninitialised outputs, and what is kept."""
-    outputs = [x.new_empty(x.shape[0], w.shape[1]) for w in weights]
-    if not keeping or policy.kept is Kept.INPUT:
-        return outputs, [x.new_empty(0) for _ in range(4)]
-    experts, width = weights[0].shape[0], x.shape[1]
-    one, two = (_kept_shapes(_step(policy) * n, width, policy)[1] for n in (1, 2))
-    kept = [
-        x.new_empty(_capacity(a, b, x.shape[0], experts, _step(policy)), dtype=dtype)
-        for (a, dtype), (b, _) in zip(one, two, strict=True)
-    ]
-    kept.append(x.new_zeros((experts, width) if policy.mean_split else 0, dtype=torch.float32))
-    return outputs, kept
-
-
-def _step(policy: LinearPolicy) -> int:
-    """Tokens by which what is kept of an expert grows."""
-    spec = policy.kept_operand.spec
-    assert spec is not None
-    if policy.kept is Kept.FORWARD:
-        return spec.block[0] or 1
-    return max(spec.column_multiple, policy.wgrad.rotation)
-
-
-def _capacity(one: Sequence[int], two: Sequence[int], rows: int, experts: int, step: int) -> int:
-    """Numbers that all experts keep at most: a constant each, and an amount each `step` tokens, begun or full.
-
-    one, two: the shape for one step of tokens and for two.
-    """
-    amount = torch.Size(two).numel() - torch.Size(one).numel()
-    constant = torch.Size(one).numel() - amount
-    return constant * experts + amount * ((rows + experts * (step - 1)) // step)
-
-
-Shapes = list[tuple[tuple[int, ...], torch.dtype]]
-
-
-def _kept_shapes(tokens: int, width: int, policy: LinearPolicy) -> tuple[tuple[int, int], Shapes]:
-    """Of one expert's kept factor: its own shape, and those of data, scales and outer scales."""
-    spec = policy.kept_operand.spec
-    assert spec is not None
-    forward = policy.kept is Kept.FORWARD
-    rows, columns = (tokens, width) if forward else (width, tokens)
-    rotation = policy.fprop.rotation if forward else policy.wgrad.rotation
-    columns = -(-columns // rotation) * rotation if rotation else columns
-    shapes = [
-        (shape if isinstance(shape, tuple) else (shape,), kind) for shape, kind in code_shapes(rows, columns, spec)
-    ]
-    return (rows, columns), shapes
-
-
-def _kept_of_expert(
-    kept: Sequence[Tensor], buffers: Sequence[_Buffer], rows: slice, expert: int, width: int, policy: LinearPolicy
-) -> KeptInput:
-    if policy.kept is Kept.INPUT:
-        return KeptInput(kept[0][rows])
-    shape, shapes = _kept_shapes(rows.stop - rows.start, width, policy)
-    data, scales, outer = (buffer.take(part) for buffer, (part, _) in zip(buffers, shapes, strict=True))
-    mean = kept[3][expert : expert + 1] if policy.mean_split else None
-    scale_shape = scales.shape[0], scales.shape[1]
-    return KeptInput(data, scales, outer if outer.numel() else None, mean, shape, scale_shape)
-
-
-def _allocate_gradients(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype, input_grad: bool, weight_grad: bool
-) -> list[Tensor]:
-    rows, width = grads[0].shape[0], weights[0].shape[2]
-    dx = grads[0].new_empty((rows, width) if input_grad else 0, dtype=dtype)
-    return [dx, *(w.new_zeros(w.shape if weight_grad else 0) for w in weights)]
-
-
-# Policies as text, which is what an operator takes ------------------------------------------------------------------
-
-
-def policy_text(policy: LinearPolicy) -> str:
-    """A policy in one line, without backends."""
-    products = "|".join([_product_text(policy.fprop), _product_text(policy.dgrad), _product_text(policy.wgrad)])
-    return f"{products}|{policy.alignment.value}|{int(policy.mean_split)}"
-
-
-def _product_text(product: ProductPolicy) -> str:
-    return f"{spec_text(product.left.spec)};{spec_text(product.right.spec)};{product.rotation};{product.signs.value}"
-
-
-@cache
-def policy_of(text: str) -> LinearPolicy:
-    """The inverse of `policy_text`; whether a bias is allowed was asked when the policy was made."""
-    *products, alignment, mean_split = text.split("|")
-    fprop, dgrad, wgrad = map(_product_of, products)
-    return LinearPolicy(fprop, dgrad, wgrad, Alignment(alignment), bool(int(mean_split)), allow_bias=True)
-
-
-def _product_of(text: str) -> ProductPolicy:
-    left, right, rotation, signs = text.split(";")
-    return ProductPolicy(Operand(spec_of(left)), Operand(spec_of(right)), int(rotation), Signs(signs))
 
 
 def _emulated(policy: LinearPolicy) -> LinearPolicy:

@@ -16,7 +16,8 @@ from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import apply_policy, candidates, clocks, high_precision, set_stage
 from lowbit.quant.backends.base import Device
 from lowbit.quant.backends.choose import Chooser
-from lowbit.quant.grouped import LowbitGroupedLinear, grouped_backward, grouped_forward, keys_of, policy_of, policy_text
+from lowbit.quant.grouped import LowbitGroupedLinear, keys_of
+from lowbit.quant.grouped_products import grouped_backward, grouped_forward, policy_of, policy_text
 from lowbit.quant.linear_products import linear_products
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.policy import LinearPolicy
