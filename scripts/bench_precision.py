@@ -20,7 +20,8 @@ import torch
 from lowbit.configs.schema import MlpKind, ModelConfig, PrecisionConfig
 from lowbit.models.lm_head import lm_head_loss
 from lowbit.models.transformer import Transformer
-from lowbit.quant.apply import apply_policy, clocks, resolve, set_clock
+from lowbit.quant.apply import apply_policy, clocks, set_clock
+from lowbit.quant.stages import resolve
 
 Shape = tuple[ModelConfig, int, int, int]
 """Model, vocabulary, sequences, tokens a sequence."""

@@ -78,7 +78,7 @@ def bench_gpu(args: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
         metrics = run_pretrain(overrides, out / name)
         timed = metrics[2:]  # the first ten steps compile and warm up
         speed = statistics.median(row["tokens_per_second"] for row in timed)
-        from lowbit.configs.compose import load_config
+        from lowbit.configs.stored import load_config
         from lowbit.models.cost import flops_per_token
 
         config = load_config(out / name / "config.yaml")

@@ -17,9 +17,9 @@ def evaluate(
 ) -> None:
     """Measure a trained model on the documents its run held out."""
     from lowbit.trainer.evaluate import evaluate as measure
+    from lowbit.trainer.loaded import dataset_of, load_run
     from lowbit.trainer.memory import explain_out_of_memory
     from lowbit.trainer.precision import forward_in_words
-    from lowbit.trainer.run import dataset_of, load_run
 
     with explain_out_of_memory(lambda: "out of memory: take --device cpu (a batch is as large as in training)"):
         loaded = load_run(run, checkpoint, device)

@@ -37,8 +37,8 @@ def generate(
 ) -> None:
     """Generate text with a trained model."""
     from lowbit.infer.engine import Generator
+    from lowbit.trainer.loaded import load_run
     from lowbit.trainer.memory import explain_out_of_memory
-    from lowbit.trainer.run import load_run
 
     with explain_out_of_memory(lambda: "out of memory: fewer --num-samples or --max-tokens, or --device cpu"):
         text = _text(prompt)

@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowbit.configs.compose import CONFIG_MODULE, compose_for, compose_tree, to_config, to_yaml
+from lowbit.configs.compose import CONFIG_MODULE, compose_for, compose_tree, to_config
 from lowbit.configs.overrides import PRETRAIN, Command, expand_sweep, for_hydra, sweep_keys
 from lowbit.configs.schema import RunConfig
+from lowbit.configs.stored import to_yaml
 from lowbit.configs.validate import check_world, validate
 from lowbit.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, Interrupted, LowbitError
 

@@ -11,24 +11,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowbit.configs.overrides import COMMANDS, PRETRAIN, Command, Config, check, expand_sweep, with_own_limits
+from lowbit.configs.overrides import COMMANDS, PRETRAIN, Command, Config, check, with_own_limits
 from lowbit.configs.schema import DataConfig, RunConfig
-from lowbit.configs.stored import load_config, plain, save_config, to_yaml
+from lowbit.configs.stored import plain
 from lowbit.configs.strict import build
 from lowbit.errors import ConfigError
-
-__all__ = [
-    "compose",
-    "compose_for",
-    "compose_tree",
-    "expand_sweep",
-    "load_config",
-    "register_schema",
-    "save_config",
-    "to_config",
-    "to_run_config",
-    "to_yaml",
-]
 
 CONFIG_MODULE = "lowbit.configs"
 

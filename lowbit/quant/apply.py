@@ -27,22 +27,7 @@ from lowbit.quant.linear import LowbitLinear, check_shape
 from lowbit.quant.philox import MASK, layer_word, make_clock, make_key
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.report import NATIVE, PolicyReport, collapse, report
-from lowbit.quant.stages import PrecisionPolicy, Stage, StagePolicy, resolve
-
-__all__ = [
-    "PrecisionPolicy",
-    "Stage",
-    "StagePolicy",
-    "apply_policy",
-    "assign",
-    "bound",
-    "candidates",
-    "high_precision",
-    "report_policy",
-    "resolve",
-    "set_clock",
-    "set_stage",
-]
+from lowbit.quant.stages import PrecisionPolicy, Stage, StagePolicy
 
 BLOCKS = "blocks."
 """Where the layers are that a policy speaks of."""

@@ -25,10 +25,9 @@ from torch import Tensor
 from lowbit.configs.schema import CheckpointConfig
 from lowbit.data.storage import sync_folder
 from lowbit.errors import CheckpointError
-from lowbit.trainer.identity import check_same
 from lowbit.trainer.snapshot import MANIFEST, Manifest, Snapshot, read_manifest, read_snapshot, write_snapshot
 
-__all__ = ["CheckpointStore", "Snapshot", "check_same"]
+__all__ = ["CheckpointStore", "Snapshot"]
 
 REPLACED = ".replaced"
 TEMPORARY = (".writing-", ".deleting-")

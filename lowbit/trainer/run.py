@@ -28,7 +28,7 @@ from lowbit.models.cost import flops_per_token
 from lowbit.models.layers import state_buffers
 from lowbit.models.probe import softmax_saturation
 from lowbit.models.transformer import Transformer
-from lowbit.trainer.checkpoint import CheckpointStore, Snapshot, check_same
+from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
 from lowbit.trainer.console import Console, duration
 from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.ema import Ema
@@ -44,10 +44,11 @@ from lowbit.trainer.hardware import (
     pick_device,
     set_deterministic,
 )
+from lowbit.trainer.identity import check_same
 from lowbit.trainer.imported import begin_from
 from lowbit.trainer.launch import open_ranks
 from lowbit.trainer.layer_metrics import without_state
-from lowbit.trainer.loaded import LoadedRun, build_model, dataset_of, load_run, open_snapshot, shown_path
+from lowbit.trainer.loaded import build_model, open_snapshot, shown_path
 from lowbit.trainer.lock import RunLock
 from lowbit.trainer.loop import Hooks, Position, Trainer
 from lowbit.trainer.memory import explain_out_of_memory, what_to_change
@@ -57,8 +58,6 @@ from lowbit.trainer.objective import NextToken, Objective
 from lowbit.trainer.precision import RunPrecision, check_precision
 from lowbit.trainer.schedule import limits_reached, sequences_at
 from lowbit.trainer.stabilise import Stabilisers
-
-__all__ = ["LoadedRun", "Pretraining", "RunResult", "dataset_of", "load_run", "pretrain", "pretrain_on"]
 
 logger = logging.getLogger("lowbit")
 

@@ -15,7 +15,7 @@ from lowbit.configs.schema import ModelConfig, RunConfig
 from lowbit.data.tokenizer import bytes_tokenizer
 from lowbit.errors import ConfigError
 from lowbit.infer.engine import Generator
-from lowbit.trainer import run
+from lowbit.trainer import loaded as loading
 
 
 def decode(ids: list[int]) -> str:
@@ -75,7 +75,7 @@ def test_text_is_printed_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) 
             yield token
 
     loaded = SimpleNamespace(model=None, tokenizer=bytes_tokenizer(), config=RunConfig())
-    monkeypatch.setattr(run, "load_run", lambda *arguments: loaded)
+    monkeypatch.setattr(loading, "load_run", lambda *arguments: loaded)
     monkeypatch.setattr(Generator, "stream", stream)
     monkeypatch.setattr(sys, "stdout", printed)
     generate(Path("run"), prompt="x", top_k=None)
@@ -91,7 +91,7 @@ def test_a_prompt_longer_than_the_model_and_more_tokens_than_fit(monkeypatch: py
 
     config = RunConfig(model=ModelConfig(max_sequence=8))
     loaded = SimpleNamespace(model=None, tokenizer=bytes_tokenizer(), config=config)
-    monkeypatch.setattr(run, "load_run", lambda *arguments: loaded)
+    monkeypatch.setattr(loading, "load_run", lambda *arguments: loaded)
     monkeypatch.setattr(Generator, "stream", stream)
     generate(Path("run"), prompt="123456", top_k=None)
     assert asked == [1], "the separator, six bytes, and one more"

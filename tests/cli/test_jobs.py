@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 from processes import lowbit, together
 
-from lowbit.configs.compose import compose, load_config
+from lowbit.configs.compose import compose
+from lowbit.configs.stored import load_config
 
 
 def files(folder: Path) -> set[str]:

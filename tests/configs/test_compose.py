@@ -13,8 +13,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from lowbit.configs.compose import compose, compose_tree, expand_sweep, to_run_config
-from lowbit.configs.overrides import groups
+from lowbit.configs.compose import compose, compose_tree, to_run_config
+from lowbit.configs.overrides import expand_sweep, groups
 from lowbit.configs.schema import OptimizerKind, RunConfig, SourceKind
 from lowbit.configs.stored import plain
 from lowbit.configs.strict import build

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowbit.configs.compose import compose, load_config, save_config
+from lowbit.configs.compose import compose
 from lowbit.configs.schema import RunConfig
-from lowbit.configs.stored import plain, to_yaml
+from lowbit.configs.stored import load_config, plain, save_config, to_yaml
 from lowbit.configs.strict import MISSING, schema_paths, show, unwrap_optional
 from lowbit.errors import ConfigError
 

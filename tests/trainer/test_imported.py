@@ -30,7 +30,8 @@ from lowbit.models.transformer import Transformer
 from lowbit.trainer.evaluate import evaluate
 from lowbit.trainer.exported import check_export, export, import_folder, open_weights
 from lowbit.trainer.imported import begin_from, tokenizer_of
-from lowbit.trainer.run import dataset_of, load_run, pretrain
+from lowbit.trainer.loaded import dataset_of, load_run
+from lowbit.trainer.run import pretrain
 
 TEXT = "document 3\nword1 naïve 東京 <|endoftext|>"
 

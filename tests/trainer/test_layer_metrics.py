@@ -15,9 +15,10 @@ from lowbit.models.router import Router
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.distributed import ALONE
 from lowbit.trainer.layer_metrics import LayerMetrics
+from lowbit.trainer.loaded import load_run
 from lowbit.trainer.objective import NextToken, run_objective
 from lowbit.trainer.optim import build_optimizer
-from lowbit.trainer.run import load_run, pretrain
+from lowbit.trainer.run import pretrain
 
 MOE = MoeConfig(experts=4, top_k=2, expert_width=16, shared=1, first_dense=1, gate=GateKind.sigmoid, bias_rate=0.01)
 

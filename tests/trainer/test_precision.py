@@ -32,8 +32,9 @@ from lowbit.quant.kernels import cpu as kernels
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.presets import PRESETS
 from lowbit.trainer.evaluate import evaluate
+from lowbit.trainer.loaded import dataset_of, load_run
 from lowbit.trainer.precision import RunPrecision, check_precision, forward_in_words, plan_precision, rehearsal
-from lowbit.trainer.run import Pretraining, dataset_of, load_run, pretrain
+from lowbit.trainer.run import Pretraining, pretrain
 from lowbit.trainer.schedule import decaying, lr_scale
 
 

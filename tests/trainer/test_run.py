@@ -22,7 +22,8 @@ from lowbit.errors import CheckpointError, ConfigError, LowbitError, NonFiniteEr
 from lowbit.models.transformer import Transformer
 from lowbit.trainer import checkpoint, loop
 from lowbit.trainer.evaluate import evaluate
-from lowbit.trainer.run import Pretraining, dataset_of, load_run, pretrain
+from lowbit.trainer.loaded import dataset_of, load_run
+from lowbit.trainer.run import Pretraining, pretrain
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

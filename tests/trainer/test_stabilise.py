@@ -37,7 +37,8 @@ from lowbit.quant.quantise import fake_quantise
 from lowbit.quant.spec import NVFP4_POW2_46
 from lowbit.quant.stabilisers.clamp import ClampedSquare, activation_deviation
 from lowbit.quant.stabilisers.outcontrol import RetainedChannels
-from lowbit.trainer.run import Pretraining, load_run, pretrain
+from lowbit.trainer.loaded import load_run
+from lowbit.trainer.run import Pretraining, pretrain
 from lowbit.trainer.snapshot import read_snapshot
 from lowbit.trainer.stabilise import first_sequences
 
