@@ -7,7 +7,6 @@ rank 0 alone writes: config.yaml, metrics.jsonl, run.log, tokenizer/, checkpoint
 import logging
 import math
 import platform
-import shlex
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -23,15 +22,15 @@ from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, Loader
 from lowbit.data.storage import DISK_FULL
 from lowbit.errors import CheckpointError, DataError, LowbitError
-from lowbit.infer.engine import Generator
 from lowbit.models.cost import flops_per_token
 from lowbit.models.layers import state_buffers
 from lowbit.models.probe import softmax_saturation
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
-from lowbit.trainer.console import Console, duration
+from lowbit.trainer.console import Console
 from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.ema import Ema
+from lowbit.trainer.ending import sample_text, say_finished, say_result
 from lowbit.trainer.engine import Engine, LocalEngine
 from lowbit.trainer.evaluate import Evaluation, evaluate
 from lowbit.trainer.guard import SpikeScore
@@ -48,7 +47,7 @@ from lowbit.trainer.identity import check_same
 from lowbit.trainer.imported import begin_from
 from lowbit.trainer.launch import open_ranks
 from lowbit.trainer.layer_metrics import without_state
-from lowbit.trainer.loaded import build_model, open_snapshot, shown_path
+from lowbit.trainer.loaded import build_model, open_snapshot
 from lowbit.trainer.lock import RunLock
 from lowbit.trainer.loop import Hooks, Position, Trainer
 from lowbit.trainer.memory import explain_out_of_memory, what_to_change
@@ -381,15 +380,7 @@ class Pretraining:
     def _finished(self, position: Position) -> None:
         """A run that had ended before: say so and what to raise; measure it if it ends now because of a lower limit."""
         limits = limits_reached(self.config, position.step, position.tokens, position.seconds)
-        given = {key: getattr(self.config, key) for key in limits}
-        logger.info(
-            "this run is finished (%s) at step %d after %d tokens and %s: to go on, raise the limit, as in %s",
-            " ".join(f"{key}={value}" for key, value in given.items()),
-            position.step,
-            position.tokens,
-            duration(position.seconds),
-            " ".join(f"{key}={2 * value}" for key, value in given.items()),
-        )
+        say_finished({key: getattr(self.config, key) for key in limits}, position)
         measured, saved = self._final_bpb is not None, self.ranks.share(bool(self.store.list()))
         if not measured:
             assert self.log is not None
@@ -405,18 +396,7 @@ class Pretraining:
         trigram = self.ranks.first_does(self.data.trigram_bpb)
         if trigram is None:
             return RunResult(self.run_dir, position.step, position.tokens, self._final_bpb, math.nan, "")
-        verdict = "below" if self._final_bpb < trigram else "NOT below"
-        logger.info(
-            "validation %.4f bits per byte, %s the byte-trigram baseline's %.4f", self._final_bpb, verdict, trigram
-        )
-        if sample:
-            logger.info("sample:\n%s", sample)
-        folder = shown_path(self.run_dir)
-        logger.info("run folder: %s", folder)
-        run = shlex.quote(folder)
-        logger.info("next: lowbit generate %s --prompt 'import '", run)
-        logger.info("      lowbit report %s", run)
-        logger.info("      lowbit eval %s", run)
+        say_result(self.run_dir, self._final_bpb, trigram, sample)
         return RunResult(self.run_dir, position.step, position.tokens, self._final_bpb, trigram, sample)
 
     def _sample(self) -> str:
@@ -424,13 +404,4 @@ class Pretraining:
         if self.config.evaluation.sample_tokens == 0:
             return ""
         with self.engine.whole_model() as model:
-            return "" if model is None else self._sample_from(model)
-
-    def _sample_from(self, model: Transformer) -> str:
-        settings, tokenizer = self.config.evaluation, self.data.tokenizer
-        prompt = [tokenizer.eot_id, *tokenizer.encode(settings.sample_prompt)]
-        length = min(settings.sample_tokens, self.config.model.max_sequence - len(prompt))
-        generator = Generator(model, tokenizer.eot_id)
-        [completion] = generator.generate([prompt], max_new_tokens=length, temperature=0.8, top_p=0.95, seed=1)
-        whole = tokenizer.decode([*prompt, *completion.tokens])  # a token's text may depend on the one before it
-        return settings.sample_prompt + whole[len(tokenizer.decode(prompt)) :]
+            return "" if model is None else sample_text(model, self.data.tokenizer, self.config.evaluation)

@@ -1,0 +1,52 @@
+"""What a run says at its end: how good the model is, what it writes, and what to do next."""
+
+import logging
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from lowbit.configs.schema import EvalConfig
+from lowbit.data.tokenizer import Tokenizer
+from lowbit.infer.engine import Generator
+from lowbit.models.transformer import Transformer
+from lowbit.trainer.console import duration
+from lowbit.trainer.loaded import shown_path
+from lowbit.trainer.loop import Position
+
+logger = logging.getLogger("lowbit")
+
+
+def sample_text(model: Transformer, tokenizer: Tokenizer, settings: EvalConfig) -> str:
+    """The prompt of the settings, and up to `sample_tokens` tokens that the model continues it with."""
+    prompt = [tokenizer.eot_id, *tokenizer.encode(settings.sample_prompt)]
+    length = min(settings.sample_tokens, model.config.max_sequence - len(prompt))
+    generator = Generator(model, tokenizer.eot_id)
+    [completion] = generator.generate([prompt], max_new_tokens=length, temperature=0.8, top_p=0.95, seed=1)
+    whole = tokenizer.decode([*prompt, *completion.tokens])  # a token's text may depend on the one before it
+    return settings.sample_prompt + whole[len(tokenizer.decode(prompt)) :]
+
+
+def say_result(run_dir: Path, bpb: float, trigram_bpb: float, sample: str) -> None:
+    """Bits per byte beside the byte-trigram baseline, the sample, and commands that go on from here."""
+    verdict = "below" if bpb < trigram_bpb else "NOT below"
+    logger.info("validation %.4f bits per byte, %s the byte-trigram baseline's %.4f", bpb, verdict, trigram_bpb)
+    if sample:
+        logger.info("sample:\n%s", sample)
+    folder = shown_path(run_dir)
+    logger.info("run folder: %s", folder)
+    run = shlex.quote(folder)
+    logger.info("next: lowbit generate %s --prompt 'import '", run)
+    logger.info("      lowbit report %s", run)
+    logger.info("      lowbit eval %s", run)
+
+
+def say_finished(limits: Mapping[str, float], position: Position) -> None:
+    """That a run was finished already, and which of its limits (those reached, by key) to raise."""
+    logger.info(
+        "this run is finished (%s) at step %d after %d tokens and %s: to go on, raise the limit, as in %s",
+        " ".join(f"{key}={value}" for key, value in limits.items()),
+        position.step,
+        position.tokens,
+        duration(position.seconds),
+        " ".join(f"{key}={2 * value}" for key, value in limits.items()),
+    )
