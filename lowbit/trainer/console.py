@@ -26,12 +26,16 @@ SHOWN = {
     "loss": ("loss", "{:.4f}"),
     "kl": ("kl", "{:.4f}"),
     "val_bpb": ("val_bpb", "{:.4f}"),
+    "reward": ("reward", "{:.3f}"),
+    "val_accuracy": ("held-out accuracy", "{:.1%}"),
     "tokens_per_second": ("tok/s", "{:,.0f}"),
     "mfu": ("mfu", "{:.1%}"),
     "grad_norm": ("grad_norm", "{:.3g}"),
     "lr": ("lr", "{:.3g}"),
 }
 """Columns of the bar and of a line: key of the row -> label and format."""
+MEASURED = ("val_bpb", "val_accuracy")
+"""Those that an evaluation brings."""
 
 
 class RunLog(logging.FileHandler):
@@ -115,14 +119,14 @@ class Console:
         if self.live:
             self._draw(progress, eta)
         now = time.monotonic()
-        reading = "val_bpb" in row or "tokens_per_second" in row
+        reading = any(key in row for key in (*MEASURED, "tokens_per_second"))
         if reading or now - self._last_line >= self._every:
             self._last_line = now
             shown = self._known if reading else row
             self._logger.info("%s", self._line(row, shown, progress, eta), extra={STEP_RECORD: True})
 
     def _line(self, row: Mapping[str, Any], values: Mapping[str, Any], progress: float, eta: str) -> str:
-        keep = {key: value for key, value in values.items() if key != "val_bpb" or key in row}
+        keep = {key: value for key, value in values.items() if key not in MEASURED or key in row}
         parts = [f"{label} {text}" for label, text in _texts(keep)]
         return " ".join([f"step {row.get('step', '?')}", *parts, f"done {progress:.1%}", f"eta {eta}"])
 

@@ -203,7 +203,7 @@ class Trainer:
 
     def _log(self, row: dict[str, Any]) -> None:
         """Show every step; write those that are due, the last, and those in which something was measured."""
-        measured = any(key == "val_bpb" or key.startswith("quant/") for key in row)
+        measured = any(key.startswith(("val_", "quant/")) for key in row)
         if self._due(self.config.logging.every_steps) or self.done or measured:
             row |= self.meter.read() | self.layers.read()
             row |= {f"epoch/{name}": value for name, value in self.loader.epochs().items()}

@@ -109,6 +109,8 @@ def execute(make: "Callable[[], Pretraining]", run_dir: Path, ranks: Ranks) -> R
 class Pretraining:
     """Builds the parts in the order in which a mistake is cheapest to find, then runs the loop."""
 
+    trainer_class: type[Trainer] = Trainer
+
     def __init__(
         self, config: RunConfig, run_dir: Path, ranks: Ranks = ALONE, device: torch.device | None = None
     ) -> None:
@@ -143,7 +145,7 @@ class Pretraining:
         self.data = self._prepare_data()
         self.token_bytes = self.data.tokenizer.token_bytes()
         snapshot = self._snapshot()
-        self.model = build_model(config, self.data.tokenizer.vocab_size, self.dtype, self.device)
+        self.model = self._make_model()
         self.precision = RunPrecision(config, self.model)
         if snapshot is None:
             self._begin()
@@ -155,7 +157,7 @@ class Pretraining:
         self.log = self._open_folder(position)
         peak = peak_flops(self.device)
         self._introduce(peak)
-        return Trainer(
+        return self.trainer_class(
             config,
             self.engine,
             self.loader,
@@ -199,6 +201,9 @@ class Pretraining:
         )
 
     # Building -------------------------------------------------------------------------------------------------
+
+    def _make_model(self) -> Transformer:
+        return build_model(self.config, self.data.tokenizer.vocab_size, self.dtype, self.device)
 
     def _begin(self) -> None:
         """First weights: drawn by the seed, or those of `init_from`."""
@@ -279,6 +284,10 @@ class Pretraining:
             "model": asdict(self.config.model),
         }
 
+    def _own_state(self) -> dict[str, Any]:
+        """What a kind of run adds to a checkpoint's meta; called on every rank."""
+        return {}
+
     def _save(self, position: Position) -> None:
         assert self.loader is not None and self.engine is not None
         snapshot = Snapshot(
@@ -296,6 +305,7 @@ class Pretraining:
                 "vocab_size": self.data.tokenizer.vocab_size,
                 "final_bpb": self._final_bpb,
                 "precision": self.precision.state(),
+                **self._own_state(),
                 "versions": {
                     "lowbit": lowbit.__version__,
                     "torch": torch.__version__,
