@@ -14,7 +14,6 @@ Checkpoints are whole tensors by name (`trainer/shards.py`), so a run may go on 
 processes, or in one process.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -23,14 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit.comm.deepspeed import Attachment, Traffic, load_deepspeed, zero_config
-from lowbit.comm.reducers import make_reducer
-from lowbit.comm.weights import count_gathers, gather_groups_in_bf16, gather_parameters_in_bf16
-from lowbit.configs.schema import CommKind, RunConfig, WeightsDtype
+from lowbit.comm.deepspeed import load_deepspeed, zero_config
+from lowbit.configs.schema import CommKind, RunConfig
 from lowbit.data.batch import Batch
-from lowbit.errors import ConfigError
 from lowbit.models.transformer import Block, Transformer
-from lowbit.trainer.client_optimizer import ClientOptimizer, used_in_fp32
+from lowbit.trainer.arrivals import Arrivals
+from lowbit.trainer.client_optimizer import ClientOptimizer
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.engine import check_names, wants_compile
 from lowbit.trainer.gathered import gathered, without_hooks
@@ -38,10 +35,9 @@ from lowbit.trainer.objective import Objective, ObjectiveOutput, run_objective
 from lowbit.trainer.optim import GroupRow
 from lowbit.trainer.own_experts import OwnExperts
 from lowbit.trainer.shards import Shards, common_steps, partitioned_groups, partitioned_parameters, replicated
+from lowbit.trainer.wire import Wire
 
 MIB = 1 << 20
-
-logger = logging.getLogger("lowbit")
 
 
 class _Loss(nn.Module):
@@ -75,13 +71,7 @@ class DeepSpeedEngine:
         apart = self._own.parameters if self._own is not None else {}
         self._names = {id(p): name for name, p in model.named_parameters() if name not in apart}
         self._parameters = {name: p for name, p in model.named_parameters() if name not in apart}
-        self._bf16_weights = config.comm.weights is WeightsDtype.bf16 or (
-            config.comm.weights is WeightsDtype.auto and model.compute_dtype is torch.bfloat16
-        )
-        self._traffic = Traffic()
-        self._attachment: Attachment | None = None
-        self._rounded: set[int] = set()  # groups whose weights travel in BF16
-        self._first_step = True
+        self._wire = Wire(config.comm, self.stage, ranks, model.compute_dtype)
         self._ragged = False
         self._holding = False
         self._loss = _Loss(model)
@@ -97,12 +87,12 @@ class DeepSpeedEngine:
         self._make_states()
         if self._own is not None:
             self._own.add_to(self.shards)
-        self._watch_arrivals()
+        self._arrivals: Arrivals | None = Arrivals(self._parameters, ranks)  # until the first step is judged
         if self.world > 1:
-            self._attach(config)
+            self._wire.attach(self._ds, self.shards, self._parameters, device)
         if self.stage == 3:
             self._keep_whole(model.embedding.weight, model.head_weight)
-        elif self._bf16_weights:
+        elif self._wire.bf16_weights:
             self.refresh()
 
     # Building -------------------------------------------------------------------------------------------------------
@@ -152,40 +142,6 @@ class DeepSpeedEngine:
             return groups
         return [groups[self._zero.sub_group_to_group_id[i]] for i in range(len(self.shards.groups))]
 
-    def _attach(self, config: RunConfig) -> None:
-        """Put our gradient reductions and our gathering of weights in place of DeepSpeed's, where asked for."""
-        if config.comm.kind is not CommKind.none:
-            least = config.comm.exact_below
-            exact = {id(p) for name, p in self._parameters.items() if used_in_fp32(name, p) or _numel(p) < least}
-            place = (self.rank, self.world, self.ranks.local_world)
-            reducer, words = make_reducer(config.comm.kind, self.stage == 0, place, self.device, self._greatest)
-            if words:
-                logger.info("%s", words)
-            self._attachment = Attachment(
-                self._ds, self.stage, self.rank, self.world, reducer, exact, traffic=self._traffic
-            )
-            self._attachment.attach()
-        if self.stage in (1, 2) and self._bf16_weights:
-            from deepspeed.runtime.zero import stage_1_and_2
-
-            self._rounded = {
-                self.shards.parts[name].group for name, p in self._parameters.items() if not used_in_fp32(name, p)
-            }
-            gather_groups_in_bf16(stage_1_and_2, self._zero, self._rounded)
-        if self.stage == 3:
-            from deepspeed.runtime.zero import partition_parameters
-
-            if self._bf16_weights:
-                gather_parameters_in_bf16([p for name, p in self._parameters.items() if not used_in_fp32(name, p)])
-            count_gathers(partition_parameters, self._count_weights)
-
-    def _greatest(self, numbers: list[float]) -> list[float]:
-        """The largest over the ranks of each number."""
-        return [max(column) for column in zip(*self.ranks.gather(numbers), strict=True)]
-
-    def _count_weights(self, sent: int) -> None:
-        self._traffic.weights += sent
-
     def _keep_whole(self, *parameters: nn.Parameter) -> None:
         """Stage 3: gather these after every step and keep them; the head is used outside of any module's forward."""
         for parameter in dict.fromkeys(parameters):
@@ -198,8 +154,9 @@ class DeepSpeedEngine:
 
     def micro_step(self, objective: Objective, batch: Batch, scale: float, last: bool = True) -> ObjectiveOutput:
         """See `Engine.micro_step`."""
-        self._hold_reduction(not last or self.stage == 0 or self._first_step or self._ragged)
-        self._micro_batches += self._first_step
+        self._hold_reduction(not last or self.stage == 0 or self._arrivals is not None or self._ragged)
+        if self._arrivals is not None:
+            self._arrivals.micro_batches += 1
         self._loss.work = lambda: run_objective(objective, self.model, batch)
         loss = self._ds(scale * (self.world if self.stage == 3 else 1))
         self._ds.backward(loss, scale_wrt_gas=False)
@@ -219,57 +176,22 @@ class DeepSpeedEngine:
 
     def _reduce_held(self) -> None:
         """Reduce gradients that the backward passes left on the rank."""
-        if self._first_step:
-            self._first_step = False
-            self._judge_arrivals()
+        if self._arrivals is not None:
+            self._ragged, self._arrivals = self._arrivals.judge(), None
         if self._ragged:
             for parameter in self._parameters.values():
                 if parameter.grad is None:
                     shape = getattr(parameter, "ds_shape", parameter.shape)
                     parameter.grad = torch.zeros(shape, dtype=parameter.dtype, device=self.device)
         self._hold_reduction(False)
-        if self.stage == 0 and self._attachment is not None:
-            self._attachment.reduce_whole(list(self._parameters.values()), self._bucket)
+        if self.stage == 0 and self._wire.attachment is not None:
+            self._wire.attachment.reduce_whole(list(self._parameters.values()), self._bucket)
         elif self.stage == 0:
             self._ds.allreduce_gradients(self._bucket)
         elif self.stage == 3:
             self._ds._flush_coalesced_reduction_zero3(self._zero)
         else:
             self._ds._flush_coalesced_reduction_zero12(self._zero)
-
-    def _watch_arrivals(self) -> None:
-        """Count, in the first step, the micro-batches in which each parameter gets a gradient."""
-        self._arrivals = dict.fromkeys(self._parameters, 0.0)
-        self._micro_batches = 0.0
-
-        def count(name: str) -> Callable[[Tensor], None]:
-            def arrived(parameter: Tensor) -> None:
-                self._arrivals[name] += 1
-
-            return arrived
-
-        self._arrival_hooks = [
-            parameter.register_post_accumulate_grad_hook(count(name))  # type: ignore[no-untyped-call]
-            for name, parameter in self._parameters.items()
-        ]
-
-    def _judge_arrivals(self) -> None:
-        """Ranks reduce gradients in buckets, which match only when every parameter has a gradient on every rank.
-
-        Where the first step shows that some have none in some micro-batches, every step fills up with zeros and
-        reduces after its backward passes. One that has none at all stays as it is in one process, and ZeRO would
-        still decay it.
-        """
-        for hook in self._arrival_hooks:
-            hook.remove()
-        *arrivals, micro_batches = self.ranks.sum([*self._arrivals.values(), self._micro_batches])
-        for name, count in zip(self._parameters, arrivals, strict=True):
-            if count == 0:
-                raise ConfigError(
-                    f"parameter {name} got no gradient on any rank: one process leaves it alone, but several would "
-                    "decay it; take it out of the model, or train it"
-                )
-        self._ragged = any(count != micro_batches for count in arrivals)
 
     def gradient_norm(self) -> Tensor:
         """See `Engine.gradient_norm`."""
@@ -301,21 +223,11 @@ class DeepSpeedEngine:
         if self._own is not None:
             self._own.step(lr_scale)
         self._ds.step()
-        self._count_fixed_traffic()
-
-    def _count_fixed_traffic(self) -> None:
-        """What DeepSpeed's own operations sent in a step: ring all-reduces and gathers."""
-        if self._attachment is None:
-            passes = 1 if self.stage == 3 else 2
-            numbers = sum(part.shape.numel() for part in self.shards.parts.values())
-            self._traffic.gradients += passes * 4 * numbers * (self.world - 1) / self.world
-        if self.stage in (1, 2):
-            for index, layout in enumerate(self.shards.groups):
-                self._traffic.weights += layout.size * (2 if index in self._rounded else 4) * (self.world - 1)
+        self._wire.count_step(self.shards)
 
     def traffic(self) -> dict[str, float]:
         """See `Engine.traffic`."""
-        return self._traffic.take()
+        return self._wire.traffic.take()
 
     @property
     def _bucket(self) -> int:
@@ -450,8 +362,3 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """See `Engine.close`."""
         self._ds.destroy()
-
-
-def _numel(parameter: Any) -> int:
-    """Numbers of a parameter, also of one that is partitioned."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
