@@ -70,14 +70,6 @@ CPU_CODINGS = (
 )
 """Measured on one core with AVX2, one thread."""
 
-GPU_CODINGS = (
-    Coding("fp32", 32, two_hop=False),
-    Coding("bf16", 16, 0.002, 0.002, two_hop=False),
-    Coding("squinch", 6, 0.003, 0.003),
-    Coding("sq48", 6.002, 0.003, 0.003),
-)
-"""Assumed, not measured: about 40% of the copy bandwidth of an H200."""
-
 
 @dataclass(frozen=True)
 class Traffic:

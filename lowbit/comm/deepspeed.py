@@ -254,7 +254,7 @@ class Attachment:
             self.traffic.gradients += (self.world - 1) / self.world * sum(p.grad.nbytes for p in exact)
         if coded:
             stock = None if self._checked else [g.clone() for g in self._stock_scatter(coded)]
-            pieces = [list(_thirds(p.grad.reshape(-1), self.world)) for p in coded]
+            pieces = [list(_parts_of_ranks(p.grad.reshape(-1), self.world)) for p in coded]
             chunks = [[cut[rank] for cut in pieces] for rank in range(self.world)]
             flat = [torch.cat(chunk) for chunk in chunks]
             with self._counting():
@@ -319,7 +319,7 @@ def _cut(flat: Tensor, lengths: list[int]) -> Iterator[Tensor]:
         begin += length
 
 
-def _thirds(flat: Tensor, world: int) -> Iterator[Tensor]:
+def _parts_of_ranks(flat: Tensor, world: int) -> Iterator[Tensor]:
     """ZeRO 3's cut of a tensor into one part a rank: all of one length, the last ones shorter or empty."""
     length = -(-flat.numel() // world)
     for rank in range(world):

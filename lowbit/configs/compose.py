@@ -47,11 +47,6 @@ def compose_tree(overrides: Sequence[str], command: Command[RunConfig] = PRETRAI
         raise ConfigError(_one_line(error, overrides)) from None
 
 
-def to_run_config(tree: Any) -> RunConfig:
-    """`to_config` of a pretraining run."""
-    return to_config(PRETRAIN, tree)
-
-
 def to_config(command: Command[Config], tree: Any) -> Config:
     """A composed DictConfig (or plain mapping) as the command's class: interpolations resolved, then built strictly."""
     from omegaconf import DictConfig, OmegaConf

@@ -13,8 +13,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from lowbit.configs.compose import compose, compose_tree, to_run_config
-from lowbit.configs.overrides import expand_sweep, groups
+from lowbit.configs.compose import compose, compose_tree, to_config
+from lowbit.configs.overrides import PRETRAIN, expand_sweep, groups
 from lowbit.configs.schema import OptimizerKind, RunConfig, SourceKind
 from lowbit.configs.stored import plain
 from lowbit.configs.strict import build
@@ -171,7 +171,7 @@ def test_the_tree_means_what_omegaconf_says_it_means() -> None:
     overrides = ["preset=gpu", "model=1b", "optim.lr=1", "batch.warmup=[{until_tokens: 9, sequences: 32}]", "seed=3"]
     tree = compose_tree(overrides)
     reference = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(thawed(RunConfig)), tree))
-    assert plain(to_run_config(tree)) == plain(reference)
+    assert plain(to_config(PRETRAIN, tree)) == plain(reference)
 
 
 MISTAKES = [  # overrides, what the one line must contain
@@ -285,4 +285,4 @@ def test_plain_trees_are_read_as_strictly() -> None:
         with pytest.raises(ConfigError, match=fragment):
             build(RunConfig, tree)
     with pytest.raises(ConfigError):
-        to_run_config([1])
+        to_config(PRETRAIN, [1])
