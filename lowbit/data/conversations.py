@@ -7,7 +7,8 @@ A line of a .jsonl file is a tree, written in either way:
 
 Texts are tokenized one by one and laid out depth first (`models.trees`). Rows of `sequence_length` tokens hold as many
 trees as fit (best fit, longest first), each whole, since a branch cut off from its prompt would mean something else. A
-tree longer than a row is taken apart into its conversations, of which one that is still too long loses its end.
+tree longer than a row is taken apart into its conversations, of which one that is still too long loses its end. What
+then has no token with a loss is left out.
 
 A packed folder has, for each split, an array a quantity, [rows, sequence_length], memory-mapped when read; all
 rows are in memory while they are packed.
@@ -19,6 +20,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,10 @@ from lowbit.errors import DataError
 from lowbit.models.trees import FlatTree, Node, flatten, paths
 
 MANIFEST = "trees.json"
-FORMAT = 1
+FORMAT = 2
 SPLITS = ("train", "val")
+DEEPEST = 200
+"""Pieces one below the other: everything here goes down a tree by recursion."""
 ARRAYS = {"tokens": "<u4", "targets": "<u4", "weights": "<f4", "limit": "<i4", "position": "<i4"}
 """What is stored of each token, and how."""
 
@@ -60,25 +64,39 @@ def parse(line: str, where: str) -> Piece:
         row = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}; repair or remove the line") from None
+    except RecursionError:
+        raise _too_deep(where) from None
     if isinstance(row, dict) and "prompt" in row:
         answers = row.get("answers")
         if set(row) - {"prompt", "answers"} or not isinstance(answers, list) or not answers:
             raise DataError(f'{where}: "prompt" goes with "answers", a list of at least one text, and nothing else')
         row = {"text": row["prompt"], "loss": False, "replies": [{"text": answer} for answer in answers]}
-    return _piece(row, where)
+    return _piece(row, where, 1)
 
 
-def _piece(row: Any, where: str) -> Piece:
+def _piece(row: Any, where: str, depth: int) -> Piece:
+    if depth > DEEPEST:
+        raise _too_deep(where)
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise DataError(f'{where}: a piece of a conversation is an object with "text", or "prompt" and "answers"')
     unknown = sorted(set(row) - {"text", "loss", "replies"})
     if unknown or not isinstance(row.get("loss", True), bool) or not isinstance(row.get("replies", []), list):
         what = f"unknown {unknown[0]!r}" if unknown else '"loss" is true or false, "replies" a list'
         raise DataError(f"{where}: {what}; a piece has text, loss and replies")
-    replies = tuple(_piece(reply, where) for reply in row.get("replies", []))
+    try:
+        row["text"].encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: character {error.start} of a text is half of a surrogate pair") from None
+    replies = tuple(_piece(reply, where, depth + 1) for reply in row.get("replies", []))
     if not replies and not row["text"]:
         raise DataError(f"{where}: a conversation ends in an empty text; leave the reply out")
     return Piece(row["text"], row.get("loss", True), replies)
+
+
+def _too_deep(where: str) -> DataError:
+    return DataError(
+        f"{where}: a conversation has more than {DEEPEST} replies one below the other; cut it into several"
+    )
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, Piece]]:
@@ -143,13 +161,15 @@ def pack_conversations(
     tokenizer: Tokenizer,
     config: DataConfig,
     report: Callable[[str], None],
+    most: int | None = None,
 ) -> PackedTrees:
     """Pack conversations, or open what is packed already.
 
     Args:
-        identity: of the files. Others: of the source and the run.
+        identity: of the files and the source's settings. Others: of the source and the run.
+        most: conversations to read; None: all.
 
-    Raises: DataError for a bad line, a damaged folder, a full disk, or fewer than two conversations.
+    Raises: DataError for a bad line, a damaged folder, a full disk, fewer than two conversations, or none with a loss.
     """
     settings = [FORMAT, identity, tokenizer.digest, config.held_out, config.sequence_length]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
@@ -158,7 +178,7 @@ def pack_conversations(
         with folder_lock(folder, report):
             remove_leftovers(folder)
             if not (folder / MANIFEST).is_file():
-                _pack(folder, name, files, tokenizer, config, report)
+                _pack(folder, name, files, tokenizer, config, report, most)
     return _open(folder)
 
 
@@ -169,18 +189,28 @@ def _pack(
     tokenizer: Tokenizer,
     config: DataConfig,
     report: Callable[[str], None],
+    most: int | None,
 ) -> None:
-    lines = [line for file in files for line in read_lines(file)]
+    lines = list(islice((line for file in files for line in read_lines(file)), most))
     keyed = [(held_out_key(raw), piece) for raw, piece in lines]
     if len({key for key, _ in keyed}) < 2:
-        raise DataError(f"data source {name!r} has {len(keyed)} conversations: training and validation need one each")
+        raise DataError(
+            f"data source {name!r} has {len(keyed)} conversations: training and validation need one each, and copies "
+            "count as one"
+        )
     border = int(config.held_out * 2**64)
     border = min(max(border, min(key for key, _ in keyed) + 1), max(key for key, _ in keyed))  # neither side is empty
     manifest: dict[str, Any] = {"format": FORMAT, "tokenizer": tokenizer.digest, "length": config.sequence_length}
     digests = [tokenizer.digest]
     for split in SPLITS:
         pieces = [piece for key, piece in keyed if (key < border) == (split == "val")]
-        trees = [tree for piece in pieces for tree in _fitting(_tokenized(piece, tokenizer), tokenizer, config)]
+        fitting = [list(_fitting(_tokenized(piece, tokenizer), tokenizer, config)) for piece in pieces]
+        trees = [tree for found in fitting for tree in found]
+        if not trees:
+            raise DataError(
+                f"data source {name!r}: none of {len(pieces)} conversations for {split} has text with a loss in "
+                f"data.sequence_length={config.sequence_length} tokens: raise it, or give the answers a loss"
+            )
         rows = best_fit([len(tree) for tree in trees], config.sequence_length)
         hashes = _write_rows(folder, split, [[trees[i] for i in row] for row in rows], tokenizer.eot_id, config)
         digests += hashes.values()
@@ -192,6 +222,8 @@ def _pack(
             f"data {name}: {len(pieces):,} conversations for {split} in {len(rows):,} rows, {tokens:,} tokens, "
             f"{full:.0%} of the rows full"
         )
+        if without := sum(not found for found in fitting):
+            report(f"data {name}: {without:,} of them are left out: no text with a loss in data.sequence_length tokens")
     manifest["content"] = hashlib.sha256("".join(digests).encode()).hexdigest()
     atomic_write(folder / MANIFEST, [json.dumps(manifest, indent=1).encode() + b"\n"])
 
@@ -202,11 +234,13 @@ def _tokenized(piece: Piece, tokenizer: Tokenizer) -> Node:
 
 
 def _fitting(tree: Node, tokenizer: Tokenizer, config: DataConfig) -> Iterator[FlatTree]:
-    """The tree if it fits a row, else its conversations one by one, cut where they are too long."""
+    """The tree if it fits a row, else its conversations one by one, cut where they are too long; without those that
+    have no loss anywhere."""
     length = config.sequence_length
     whole = flatten(tree, tokenizer.eot_id)
     if len(whole) <= length:
-        yield whole
+        if any(whole.weights):
+            yield whole
         return
     for path in paths(tree):
         flat = flatten(path, tokenizer.eot_id)

@@ -228,7 +228,8 @@ def _pack(
     if listing.config.kind is not SourceKind.conversations:
         return pack_source(listing, tokenizer, config, report)
     files = [file.path for file in listing.files]
-    return pack_conversations(listing.name, files, listing.identity, tokenizer, config, report)
+    most = listing.config.max_documents
+    return pack_conversations(listing.name, files, listing.identity, tokenizer, config, report, most)
 
 
 def sequences_in(stream: TokenStream | TreeRows, length: int, whole: bool = True) -> int:

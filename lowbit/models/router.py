@@ -117,7 +117,7 @@ class Router(nn.Module):
 def capacity(config: MoeConfig, tokens: int) -> int:
     """Most tokens an expert takes of a micro-batch."""
     assert config.capacity is not None
-    return max(1, int(config.capacity * tokens * config.top_k / config.experts))
+    return max(1, int(min(config.capacity * tokens * config.top_k / config.experts, tokens)))  # a token goes there once
 
 
 def sort_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

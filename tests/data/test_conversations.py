@@ -74,6 +74,15 @@ def test_both_ways_to_write_a_tree() -> None:
         ('{"text": "a", "loss": 1}', '"loss" is true or false'),
         ('{"text": "a", "replies": {}}', '"replies" a list'),
         ('{"text": "a", "replies": [{"text": ""}]}', "ends in an empty text"),
+        ('{"prompt": "a", "answers": ["b\\ud800"]}', "character 1 of a text is half of a surrogate pair"),
+        (
+            '{"text": "a", "replies": [' * 201 + '{"text": "b"}' + "]}" * 201,
+            "more than 200 replies one below the other",
+        ),
+        (
+            '{"text": "a", "replies": [' * 9999 + '{"text": "b"}' + "]}" * 9999,
+            "more than 200 replies one below the other",
+        ),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
@@ -196,3 +205,30 @@ def test_too_few_and_damaged(tmp_path: Path) -> None:
     (folder / "trees.json").write_text("{}")
     with pytest.raises(DataError, match="is damaged"):
         prepare_data(again, lambda _: None)
+
+
+def test_what_has_no_loss_in_a_row_is_left_out_and_nothing_left_is_an_error(tmp_path: Path) -> None:
+    silent: list[object] = [{"text": f"nobody learns {i}", "loss": False} for i in range(20)]
+    cut: list[object] = [{"prompt": f"{i}" + LENGTH * "q", "answers": ["late"]} for i in range(20)]
+    said: list[str] = []
+    path = _write(tmp_path / "chats.jsonl", [*_lines(), *silent, *cut])
+    data = prepare_data(_config(tmp_path, path), said.append)
+    assert sum(int(line.split()[2]) for line in said if "left out" in line) == 40
+    for split in (data.sources[0].packed.train, data.sources[0].packed.val):
+        for row in range(split.rows):  # type: ignore[union-attr]
+            assert data._batch([(split, row)], 1).valid_tokens
+    for lines in (silent, cut):
+        with pytest.raises(DataError, match=r"none of \d+ conversations for (train|val) has text with a loss in"):
+            _prepare(tmp_path, lines)
+
+
+def test_max_documents_counts_conversations(tmp_path: Path) -> None:
+    path = _write(tmp_path / "chats.jsonl", _lines())
+    few = SourceConfig(kind=SourceKind.conversations, path=str(path), max_documents=5)
+    data = prepare_data(_config(tmp_path, path, sources={"chats": few}), lambda _: None)
+    ends = 0
+    for split in (data.sources[0].packed.train, data.sources[0].packed.val):
+        ends += sum(
+            int((np.asarray(split.arrays["tokens"][r, : split.used[r]]) == EOT).sum()) for r in range(split.rows)
+        )  # type: ignore[union-attr]
+    assert ends == 5  # each tree begins with one

@@ -315,3 +315,11 @@ def test_memory_counts_every_expert_and_the_rows_of_a_token() -> None:
 def test_impossible_mixtures_name_the_key(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Transformer(_with(**changes), VOCAB)
+
+
+@pytest.mark.parametrize("share", [1e-30, 0.1, 1.25, 1e30])
+def test_capacity_is_at_least_one_token_and_at_most_all(share: float) -> None:
+    config = _with(capacity=share)
+    assert 1 <= capacity(config.moe, 40) <= 40
+    y, loss, _ = Moe(config)(torch.randn(1, 40, config.width))
+    assert y.isfinite().all() and loss.isfinite()
