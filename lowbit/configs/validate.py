@@ -75,7 +75,7 @@ RANGES: dict[str, Range] = {
     "optim.lr": POSITIVE,
     "optim.beta1": BETA,
     "optim.beta2": BETA,
-    "optim.eps": POSITIVE,
+    "optim.eps": Range(1e-30),  # well inside FP32, in which zero over zero would be NaN
     "optim.weight_decay": NATURAL,
     "optim.clip_norm": NATURAL,
     "optim.ema_decay": INSIDE,

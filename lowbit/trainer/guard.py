@@ -1,4 +1,4 @@
-"""What watches a run: signals that ask it to end, the first layer that went wrong, and a score for loss spikes."""
+"""What watches a run: signals that ask it to end, what went wrong first and where, and a score for loss spikes."""
 
 import math
 import os
@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+
+from lowbit.errors import NonFiniteError
 
 WATCHED = (signal.SIGTERM, signal.SIGINT)
 
@@ -89,6 +91,30 @@ def first_bad_gradient(model: nn.Module) -> str | None:
     finite = torch.stack([gradient.isfinite().all().to(torch.float32).cpu() for _, gradient in named]).tolist()
     bad = [name for (name, _), good in zip(named, finite, strict=True) if not good]
     return bad[-1] if bad else None
+
+
+def require_finite(step: int, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise NonFiniteError when a tensor of a checkpoint to be written holds a NaN or an infinity.
+
+    Loss and gradients are looked at before each optimizer step. What the step itself makes of them (a learning rate or
+    an epsilon beyond FP32) shows in the next step's loss, and a checkpoint may come before that one.
+    """
+    named = [
+        (f"{part} {name}", tensor)
+        for part, tensors in parts.items()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.numel()
+    ]
+    ends = [torch.stack(torch.aminmax(tensor.detach())) for _, tensor in named]  # a NaN is passed on
+    finite = [end.isfinite().all().to("cpu", non_blocking=True) for end in ends]
+    if any(end.is_cuda for end in ends):
+        torch.cuda.synchronize()
+    bad = [name for (name, _), good in zip(named, finite, strict=True) if not bool(good)]
+    if bad:
+        raise NonFiniteError(
+            f"step {step} left NaN or infinity in {len(bad)} of {len(named)} tensors, first in the {bad[0]}; nothing "
+            "of it was saved; lower optim.lr (or raise optim.eps): the same command goes on from the last checkpoint"
+        )
 
 
 def _float_tensors(value: Any) -> Iterator[Tensor]:

@@ -33,7 +33,7 @@ from lowbit.trainer.ema import Ema
 from lowbit.trainer.ending import sample_text, say_finished, say_result
 from lowbit.trainer.engine import Engine, LocalEngine
 from lowbit.trainer.evaluate import Evaluation, evaluate
-from lowbit.trainer.guard import SpikeScore
+from lowbit.trainer.guard import SpikeScore, require_finite
 from lowbit.trainer.hardware import (
     MFU_FORMULA,
     compute_dtype,
@@ -313,7 +313,11 @@ class Pretraining:
                 },
             },
         )
-        self.ranks.first_does(lambda: self.store.save(snapshot))
+        self.ranks.first_does(lambda: self._write(snapshot))
+
+    def _write(self, snapshot: Snapshot) -> None:
+        require_finite(snapshot.step, snapshot.parts)
+        self.store.save(snapshot)
 
     def _flush(self) -> None:
         self.ranks.first_does(self.store.wait)
