@@ -13,80 +13,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowbit.configs.schema import (
-    BatchConfig,
-    CheckpointConfig,
-    CompileMode,
-    ComputeDtype,
-    DataConfig,
-    EngineConfig,
-    EngineKind,
-    EvalConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimConfig,
-    PrecisionConfig,
-    RunConfig,
-    ScheduleConfig,
-    SourceConfig,
-    SourceKind,
-    TokenizerConfig,
-    TokenizerKind,
-)
+from tiny_runs import make_corpus, tiny_run
 
-
-def make_corpus(folder: Path) -> Path:
-    """60 documents of different lengths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for i in range(60):
-        words = " ".join(f"word{(i * 7 + j * j) % 23}" for j in range(20 + i % 17))
-        (folder / f"{i:02d}.txt").write_text(f"document {i}\n{words}\n")
-    return folder
+from lowbit.configs.schema import BatchConfig, CheckpointConfig, CompileMode, EngineConfig, EngineKind, RunConfig
 
 
 def tiny(folder: Path, steps: int = 6, **engine: Any) -> RunConfig:
     """Steps of twelve sequences, which 1, 2, 3 and 4 ranks can share; a checkpoint every two."""
-    config = RunConfig(
-        run_name="tiny",
-        device="cpu",
+    base = tiny_run(make_corpus(folder / "corpus"), folder / "data")
+    execution = EngineConfig(kind=EngineKind.deepspeed, compile=CompileMode.off, rank_timeout_seconds=30)
+    return replace(
+        base,
+        deterministic=False,
         max_steps=steps,
-        model=ModelConfig(layers=2, width=32, heads=2, kv_heads=1, mlp_width=48, max_sequence=64),
-        data=DataConfig(
-            sources={"files": SourceConfig(kind=SourceKind.files, path=str(make_corpus(folder / "corpus")))},
-            tokenizer=TokenizerConfig(kind=TokenizerKind.bytes),
-            sequence_length=32,
-            held_out=0.1,
-            cache_dir=str(folder / "data"),
-            pack_workers=1,
-        ),
         batch=BatchConfig(sequences=12, micro_batch=1),
-        optim=replace(OptimConfig(ema_decay=0.9), schedule=ScheduleConfig(warmup_steps=2)),
-        precision=PrecisionConfig(compute=ComputeDtype.fp32),
-        engine=EngineConfig(kind=EngineKind.deepspeed, compile=CompileMode.off, rank_timeout_seconds=30),
+        optim=replace(base.optim, ema_decay=0.9),
+        engine=replace(execution, **engine),
         checkpoint=CheckpointConfig(every_steps=2, keep_last=9),
-        evaluation=EvalConfig(every_steps=3, max_tokens=512, final_tokens=512, sample_tokens=8, sample_prompt="doc"),
-        logging=LoggingConfig(every_steps=1),
     )
-    return replace(config, engine=replace(config.engine, **engine))
 
 
 def local(config: RunConfig, backend: str = "gloo") -> RunConfig:
     """The same run in one process without DeepSpeed, on the device that `backend` is for."""
     device = "cuda" if backend == "nccl" else "cpu"
     return replace(config, device=device, engine=replace(config.engine, kind=EngineKind.local))
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The run's metrics."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def newest(run_dir: Path) -> dict[str, Any]:
-    """Every tensor of the newest checkpoint: weights, optimizer, moving average."""
-    from safetensors.torch import load_file
-
-    folder = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
-    return {f"{f.stem}/{name}": t for f in folder.glob("*.safetensors") for name, t in load_file(f).items()}
 
 
 def disturb(what: dict[str, Any]) -> None:

@@ -36,8 +36,12 @@ def free_port() -> int:
 
 
 def environment(rank: int, world: int, port: int, node_size: int) -> dict[str, str]:
-    """A launcher's variables for one rank, as if every `node_size` ranks had a machine of their own."""
+    """A launcher's variables for one rank, as if every `node_size` ranks had a machine of their own.
+
+    The tests' folder is on the path, for `tiny_runs`.
+    """
     clean = {k: v for k, v in os.environ.items() if k not in VARIABLES and not k.startswith("TORCHELASTIC")}
+    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(WORKER.parent.parent), clean.get("PYTHONPATH")]))
     values = (str(rank), str(world), str(rank % node_size), str(node_size), "127.0.0.1", str(port))
     return clean | dict(zip(VARIABLES, values, strict=True)) | {"OMP_NUM_THREADS": "1"}
 

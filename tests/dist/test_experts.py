@@ -7,13 +7,14 @@ from typing import Any
 
 import jobs
 import pytest
+import tiny_runs
 import torch
 import worker
 from safetensors.torch import load_file
 from test_runs import fine, run_jobs, same
 from test_zero import BACKENDS, run_cases, usable
 
-from lowbit.configs.schema import GateKind, MoeConfig, PrecisionConfig, RunConfig
+from lowbit.configs.schema import ComputeDtype, GateKind, MoeConfig, PrecisionConfig, RunConfig
 from lowbit.errors import ConfigError
 from lowbit.models.spread import Spread
 from lowbit.models.transformer import Transformer
@@ -61,7 +62,7 @@ def test_whole_runs_and_other_ranks_at_the_next_start(tmp_path: Path) -> None:
     spread = _config(tmp_path, zero_stage=1, expert_parallel=True)
     fine(run_jobs(3, [(spread, tmp_path / "three", {})], tmp_path / "all"))
     same(tmp_path / "one", tmp_path / "three")
-    rows, expected = jobs.rows(tmp_path / "three"), jobs.rows(tmp_path / "one")
+    rows, expected = tiny_runs.rows(tmp_path / "three"), tiny_runs.rows(tmp_path / "one")
     for row, wanted in zip(rows, expected, strict=True):
         assert row["experts/load/blocks.1"] == pytest.approx(wanted["experts/load/blocks.1"], abs=1e-3)
         assert row["experts/bias/blocks.1"] == pytest.approx(wanted["experts/bias/blocks.1"], abs=1e-6)
@@ -73,9 +74,9 @@ def test_whole_runs_and_other_ranks_at_the_next_start(tmp_path: Path) -> None:
     ]
     fine(run_jobs(2, planned, tmp_path / "next"))
     pretrain(replace(jobs.local(_config(tmp_path)), resume=start), tmp_path / "local")
-    whole = jobs.newest(tmp_path / "one")
+    whole = tiny_runs.tensors(tmp_path / "one")
     for name in ("two", "sharded", "local"):
-        found = jobs.newest(tmp_path / name)
+        found = tiny_runs.tensors(tmp_path / name)
         assert found.keys() == whole.keys()
         for key, tensor in whole.items():
             allowed = 1e-3 * float(tensor.abs().max()) if key.startswith("optimizer") else 1e-5
@@ -84,13 +85,13 @@ def test_whole_runs_and_other_ranks_at_the_next_start(tmp_path: Path) -> None:
 
 def test_low_bit_experts_learn_where_they_are(tmp_path: Path) -> None:
     """Each expert keeps its own noise; scales over a batch differ, so the numbers are near and not equal."""
-    precision = PrecisionConfig(forward="nvfp4", backward="nvfp4", compute=jobs.ComputeDtype.fp32)
+    precision = PrecisionConfig(forward="nvfp4", backward="nvfp4", compute=ComputeDtype.fp32)
     config = replace(_config(tmp_path, zero_stage=1, expert_parallel=True), precision=precision)
     pretrain(jobs.local(config), tmp_path / "one")
     fine(run_jobs(2, [(config, tmp_path / "two", {})], tmp_path / "all"))
-    for row, wanted in zip(jobs.rows(tmp_path / "two"), jobs.rows(tmp_path / "one"), strict=True):
+    for row, wanted in zip(tiny_runs.rows(tmp_path / "two"), tiny_runs.rows(tmp_path / "one"), strict=True):
         assert row["loss"] == pytest.approx(wanted["loss"], rel=0.02)
-    assert jobs.rows(tmp_path / "two")[-1]["loss"] < jobs.rows(tmp_path / "two")[0]["loss"]
+    assert tiny_runs.rows(tmp_path / "two")[-1]["loss"] < tiny_runs.rows(tmp_path / "two")[0]["loss"]
 
 
 def test_what_cannot_be_shared() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jobs
 import pytest
 import ranks
+import tiny_runs
 import torch
 
 from lowbit.configs.schema import CommConfig, CommKind, OptimizerKind, RunConfig
@@ -50,14 +51,14 @@ def fine(all_ended: list[ranks.Ended]) -> None:
 
 def same(a: Path, b: Path) -> None:
     """Two runs ended at the same weights, states and averages, and logged the same numbers on the way."""
-    left, right = jobs.newest(a), jobs.newest(b)
+    left, right = tiny_runs.tensors(a), tiny_runs.tensors(b)
     assert left.keys() == right.keys() and len(left) > 30
     for name, tensor in left.items():
         difference = float((tensor - right[name]).abs().max())
         allowed = 1e-3 * float(tensor.abs().max()) if name.startswith("optimizer") else 1e-5
         assert difference <= allowed, (name, difference)
     keys = ("step", "tokens", "loss", "grad_norm", "lr", "val_bpb", "val_loss", "val_bpb_ema")
-    for ra, rb in zip(jobs.rows(a), jobs.rows(b), strict=True):
+    for ra, rb in zip(tiny_runs.rows(a), tiny_runs.rows(b), strict=True):
         for key in keys:
             assert (key in ra) == (key in rb), (ra["step"], key)
             assert ra.get(key, 0) == pytest.approx(rb.get(key, 0), rel=1e-4), (ra["step"], key)
@@ -91,15 +92,15 @@ def test_a_run_goes_on_with_other_ranks_stages_and_engines(tmp_path: Path, backe
     pretrain(jobs.local(resumed("", 0)[0], backend), tmp_path / "local")
     fine(run_jobs(more, [resumed("three-0", 0), resumed("three-3", 3)], tmp_path / "three", backend))
     fine(run_jobs(most, [resumed("four-1", 1), resumed("four-l", 3, "whole")], tmp_path / "four", backend))
-    expected = jobs.newest(tmp_path / "whole")
+    expected = tiny_runs.tensors(tmp_path / "whole")
     for name in ("local", "three-0", "three-3", "four-1", "four-l"):
-        found = jobs.newest(tmp_path / name)
+        found = tiny_runs.tensors(tmp_path / name)
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
             scale = 1e-3 * float(tensor.abs().max()) if key.startswith("optimizer") else 1e-5
             assert float((found[key] - tensor).abs().max()) <= scale, (name, key)
-        tail = jobs.rows(tmp_path / "whole")[4:]
-        for row, wanted in zip(jobs.rows(tmp_path / name), tail, strict=True):
+        tail = tiny_runs.rows(tmp_path / "whole")[4:]
+        for row, wanted in zip(tiny_runs.rows(tmp_path / name), tail, strict=True):
             assert row["step"] == wanted["step"] and row["tokens"] == wanted["tokens"]
             assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
@@ -120,7 +121,7 @@ def test_whole_runs_equal_one_process(tmp_path: Path, backend: str) -> None:
     assert all(outcomes(e) == outcomes(all_ended[0]) for e in all_ended)
     written = {p.name for p in (tmp_path / "stage1").iterdir()}
     assert written == {"checkpoints", "config.yaml", "metrics.jsonl", "run.log", "tokenizer"}
-    assert "comm/gradient_bytes" in jobs.rows(tmp_path / "stage1")[0]
+    assert "comm/gradient_bytes" in tiny_runs.rows(tmp_path / "stage1")[0]
 
 
 def test_errors_are_raised_on_every_rank(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path, kind: str, said: str, secon
     if kind != "hang":
         assert max(e.seconds for e in ends) - all_ended[1].seconds < seconds
     fine(run_jobs(2, [(config, tmp_path / "run", {})], tmp_path / "again"))
-    assert jobs.rows(tmp_path / "run")[-1]["step"] == 6
+    assert tiny_runs.rows(tmp_path / "run")[-1]["step"] == 6
 
 
 def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
@@ -196,14 +197,14 @@ def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
     port = f"--master-port={ranks.free_port()}"
     ended = subprocess.run([*torchrun, port, str(script)], env=clean, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    steps = [row["step"] for row in jobs.rows(tmp_path / "run")]
+    steps = [row["step"] for row in tiny_runs.rows(tmp_path / "run")]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert "resumed at step 2" in (tmp_path / "run" / "run.log").read_text()
 
 
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     """`torchrun ... -m lowbit pretrain engine=deepspeed`: rank 0 has Hydra, the folder and the screen."""
-    jobs.make_corpus(tmp_path / "corpus")
+    tiny_runs.make_corpus(tmp_path / "corpus")
     settings = ["data=files", "data.sources.files.path=corpus", "data.tokenizer.kind=bytes", "data.sequence_length=32"]
     settings += ["preset=quick", "model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=1"]
     settings += ["model.mlp_width=48", "device=cpu", "max_steps=3", "data.held_out=0.1", "run_name=two"]
@@ -240,4 +241,4 @@ def test_what_few_bits_cost_in_learning(tmp_path: Path) -> None:
     noise = max(plain) - min(plain)
     for code in ("bf16", "squinch", "sq48"):
         assert abs(bpb[code, 1] - bpb["none", 1]) < max(noise, 0.01), bpb
-    assert bpb["none", 1] < 0.6 * jobs.rows(tmp_path / "none1")[0]["loss"] / 0.693, "it learned"
+    assert bpb["none", 1] < 0.6 * tiny_runs.rows(tmp_path / "none1")[0]["loss"] / 0.693, "it learned"

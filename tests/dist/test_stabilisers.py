@@ -6,6 +6,7 @@ from typing import Any
 
 import jobs
 import pytest
+import tiny_runs
 import torch
 from test_runs import BACKENDS, fine, run_jobs
 
@@ -49,10 +50,10 @@ def config_of(folder: Path, steps: int, stage: int, stabilisers: StabiliserConfi
 
 def same(a: Path, b: Path, count: int) -> None:
     """The same bits at the end, and the same numbers in the last `count` rows."""
-    left, right = jobs.newest(a), jobs.newest(b)
+    left, right = tiny_runs.tensors(a), tiny_runs.tensors(b)
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
-    for ra, rb in zip(jobs.rows(a)[-count:], jobs.rows(b)[-count:], strict=True):
+    for ra, rb in zip(tiny_runs.rows(a)[-count:], tiny_runs.rows(b)[-count:], strict=True):
         keys = [key for key in ra if key.startswith("quant/") or key in ("step", "loss")]
         keys = [key for key in keys if "flip_share" not in key]  # flips are counted anew after a resume of shards
         assert {key: ra[key] for key in keys} == {key: rb.get(key) for key in keys}
@@ -71,11 +72,11 @@ def test_a_resume_inside_a_window_changes_nothing(tmp_path: Path, stage: int, ba
     fine(run_jobs(2, planned, tmp_path / "two", backend))
     for name in ("osci", "out"):
         same(tmp_path / name, tmp_path / f"{name}-resumed", 3)
-    found = [row for row in jobs.rows(tmp_path / "osci") if "quant/reset_share" in row]
+    found = [row for row in tiny_runs.rows(tmp_path / "osci") if "quant/reset_share" in row]
     shares = {row["step"]: row["quant/reset_share"] for row in found}
     assert shares.keys() == {7} and 0.001 < shares[7] < 0.5
-    assert jobs.rows(tmp_path / "out")[4]["loss"] != jobs.rows(tmp_path / "out")[5]["loss"]
-    statistics = jobs.rows(tmp_path / "osci")[2]
+    assert tiny_runs.rows(tmp_path / "out")[4]["loss"] != tiny_runs.rows(tmp_path / "out")[5]["loss"]
+    statistics = tiny_runs.rows(tmp_path / "osci")[2]
     assert "quant/blocks.0.mlp.gate/input/relative_mse" in statistics
     assert ("quant/blocks.0.mlp.up/weight/relative_mse" in statistics) == (stage < 3)
 
@@ -87,7 +88,7 @@ def test_an_open_window_moves_to_other_ranks_stages_and_engines(tmp_path: Path) 
     """
     begun = config_of(tmp_path, 5, 3, OSCI)
     fine(run_jobs(2, [(begun, tmp_path / "begun", {})], tmp_path / "two"))
-    held = jobs.newest(tmp_path / "begun")
+    held = tiny_runs.tensors(tmp_path / "begun")
     for slot in ("weight", "value", "moved", "jumped"):
         assert held[f"stabilisers/windows.{slot}.blocks.0.mlp.up.weight"].shape == (128, 128)
     whole = config_of(tmp_path, 8, 1, OSCI)
@@ -98,7 +99,7 @@ def test_an_open_window_moves_to_other_ranks_stages_and_engines(tmp_path: Path) 
     shares = [
         row["quant/reset_share"]
         for name in ("local", "one", "four")
-        for row in jobs.rows(tmp_path / name)
+        for row in tiny_runs.rows(tmp_path / name)
         if "quant/reset_share" in row
     ]
     assert len(shares) == 3 and shares == pytest.approx([shares[0]] * 3, rel=0.05)

@@ -6,26 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_runs
 import torch
 
 from lowbit.configs.schema import (
     BatchConfig,
     CheckpointConfig,
-    CompileMode,
     ComputeDtype,
-    DataConfig,
-    EngineConfig,
     EvalConfig,
     LoggingConfig,
-    ModelConfig,
-    OptimConfig,
     PrecisionConfig,
-    RunConfig,
-    ScheduleConfig,
-    SourceConfig,
-    SourceKind,
-    TokenizerConfig,
-    TokenizerKind,
 )
 from lowbit.configs.schema_distill import CacheConfig, DistillConfig, TeacherConfig
 from lowbit.data.dataset import Dataset, prepare_data
@@ -41,29 +31,13 @@ def teacher_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run: 200 FP32 steps of a two-layer byte model."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("teacher")
-    corpus = root / "corpus"
-    corpus.mkdir()
-    for i in range(80):
-        words = " ".join(f"word{(i * 7 + j * j) % 23}" for j in range(20 + i % 17))
-        (corpus / f"{i:02d}.txt").write_text(f"document {i}\n{words}\n")
-    config = RunConfig(
+    base = tiny_runs.tiny_run(tiny_runs.make_corpus(root / "corpus", 80), root / "data")
+    config = replace(
+        base,
         run_name="teacher",
-        deterministic=True,
-        device="cpu",
         max_steps=200,
-        model=ModelConfig(layers=2, width=32, heads=2, kv_heads=1, mlp_width=48, max_sequence=64),
-        data=DataConfig(
-            sources={"files": SourceConfig(kind=SourceKind.files, path=str(corpus))},
-            tokenizer=TokenizerConfig(kind=TokenizerKind.bytes),
-            sequence_length=32,
-            held_out=0.1,
-            cache_dir=str(root / "data"),
-            pack_workers=1,
-        ),
         batch=BatchConfig(sequences=8, micro_batch=8),
-        optim=replace(OptimConfig(), lr=1e-2, schedule=ScheduleConfig(warmup_steps=2)),
-        precision=PrecisionConfig(compute=ComputeDtype.fp32),
-        engine=EngineConfig(compile=CompileMode.off),
+        optim=replace(base.optim, lr=1e-2),
         checkpoint=CheckpointConfig(every_steps=0),
         evaluation=EvalConfig(every_steps=0, max_tokens=512, final_tokens=512, sample_tokens=0),
         logging=LoggingConfig(every_steps=10, softmax_saturation=False),

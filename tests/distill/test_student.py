@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_runs
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,15 +31,6 @@ from lowbit.models.transformer import Transformer
 from lowbit.trainer.loaded import load_run
 
 Make = Callable[..., CacheMaker]
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def final_tensors(run_dir: Path) -> dict[str, Tensor]:
-    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
-    return {f"{file.stem}/{name}": t for file in newest.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 @pytest.fixture
@@ -201,7 +192,7 @@ def test_a_run_reports_its_divergence_and_leaves_an_ordinary_run(
 ) -> None:
     result = distill.train(distillation, tmp_path / "student")
     assert result.step == 6
-    log = rows(result.run_dir)
+    log = tiny_runs.rows(result.run_dir)
     assert all(r["kl_se"] > 0 and r["kl"] > 0 for r in log) and log[-1]["kl"] < log[0]["kl"]
     assert log[-1]["epoch/cache"] == 3.0
     loaded = load_run(result.run_dir, device="cpu")
@@ -215,9 +206,9 @@ def test_resuming_changes_no_bit(cache: Cache, distillation: DistillConfig, tmp_
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000006")
     distill.train(config, tmp_path / "cut")
-    whole, cut = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "cut")
+    whole, cut = tiny_runs.tensors(tmp_path / "whole"), tiny_runs.tensors(tmp_path / "cut")
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
-    assert [r["kl"] for r in rows(tmp_path / "whole")] == [r["kl"] for r in rows(tmp_path / "cut")]
+    assert [r["kl"] for r in tiny_runs.rows(tmp_path / "whole")] == [r["kl"] for r in tiny_runs.rows(tmp_path / "cut")]
 
 
 def test_going_on_with_another_cache_is_refused(
@@ -274,7 +265,7 @@ def test_bucketed_divergences_train(
 ) -> None:
     maker(Path(distillation.cache.path), estimator=Estimator.topk).make()
     config = replace(distillation, loss=DistillLossConfig(divergence, 0.8))
-    log = rows(distill.train(config, tmp_path / "student").run_dir)
+    log = tiny_runs.rows(distill.train(config, tmp_path / "student").run_dir)
     assert log[-1]["kl"] < log[0]["kl"] and all(r["kl"] >= 0 for r in log)
 
 

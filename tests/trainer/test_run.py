@@ -1,6 +1,5 @@
 """A whole run: what it leaves, and that interruptions of every kind lose nothing and change nothing."""
 
-import json
 import math
 import os
 import signal
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_runs
 import torch
-from safetensors.torch import load_file
 
 from lowbit.configs.schema import BatchWarmupConfig, OptimizerKind, ResumeDifference, RunConfig
 from lowbit.configs.stored import save_config
@@ -26,25 +25,14 @@ from lowbit.trainer.loaded import dataset_of, load_run
 from lowbit.trainer.run import Pretraining, pretrain
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The run's metrics."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint: weights, optimizer, moving average."""
-    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
-    return {f"{file.stem}/{name}": t for file in newest.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
 def assert_same_end(a: Path, b: Path) -> None:
     """Both runs ended with the same bits, and logged the same losses for the same steps."""
-    left, right = final_tensors(a), final_tensors(b)
+    left, right = tiny_runs.tensors(a), tiny_runs.tensors(b)
     assert left.keys() == right.keys() and len(left) > 10
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
     for key in ("step", "tokens", "loss", "grad_norm", "lr", "val_bpb", "spike_score"):
-        assert [r.get(key) for r in rows(a)] == [r.get(key) for r in rows(b)], key
+        assert [r.get(key) for r in tiny_runs.rows(a)] == [r.get(key) for r in tiny_runs.rows(b)], key
 
 
 def in_process(config: RunConfig, run_dir: Path, body: str) -> subprocess.Popen[bytes]:
@@ -82,7 +70,7 @@ except LowbitError as error:
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes]) -> None:
     """Until the run has logged `step`."""
     for _ in range(600):
-        if (run_dir / "metrics.jsonl").exists() and any(r["step"] >= step for r in rows(run_dir)):
+        if (run_dir / "metrics.jsonl").exists() and any(r["step"] >= step for r in tiny_runs.rows(run_dir)):
             return
         if process.poll() is not None:
             raise AssertionError(process.stderr and process.stderr.read().decode())
@@ -94,7 +82,7 @@ def test_a_run_leaves_what_others_rely_on(tiny_run: RunConfig, tmp_path: Path) -
     result = pretrain(tiny_run, tmp_path / "run")
     assert result.step == 6 and result.tokens == 6 * 8 * 32
     assert {"config.yaml", "metrics.jsonl", "checkpoints", "tokenizer"} <= {p.name for p in result.run_dir.iterdir()}
-    log = rows(result.run_dir)
+    log = tiny_runs.rows(result.run_dir)
     assert [r["step"] for r in log] == [1, 2, 3, 4, 5, 6]
     assert log[-1]["tokens"] == result.tokens and log[-1]["loss"] < log[0]["loss"]
     assert [r["step"] for r in log if "val_bpb" in r] == [3, 6]
@@ -106,7 +94,7 @@ def test_loaded_run_is_the_trained_model(tiny_run: RunConfig, tmp_path: Path) ->
     result = pretrain(tiny_run, tmp_path / "run")
     run = load_run(result.run_dir, device="cpu")
     assert run.step == 6 and run.config == tiny_run
-    saved = final_tensors(result.run_dir)
+    saved = tiny_runs.tensors(result.run_dir)
     for name, parameter in run.model.named_parameters():
         assert torch.equal(parameter, saved[f"model/{name}"])
     hidden = run.model(torch.randint(0, 257, (1, 16)))
@@ -192,7 +180,7 @@ def test_non_finite_stops_before_the_step_and_saves_nothing(
         pretrain(tiny_run, tmp_path / "run")
     assert not any(thread.name == "checkpoint" for thread in threading.enumerate()), "the folder is let go, not written"
     assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").glob("step_*"))] == ["step_00000002"]
-    for name, tensor in final_tensors(tmp_path / "run").items():
+    for name, tensor in tiny_runs.tensors(tmp_path / "run").items():
         assert torch.isfinite(tensor).all(), name
 
 
@@ -287,27 +275,27 @@ def test_a_run_that_ends_by_a_lowered_limit_is_measured(tiny_run: RunConfig, tmp
     lower = replace(tiny_run, max_steps=3)
     result = pretrain(lower, tmp_path / "run")
     assert 3 < result.step < 60
-    last = rows(tmp_path / "run")[-1]
+    last = tiny_runs.rows(tmp_path / "run")[-1]
     assert (last["step"], last["val_bpb"]) == (result.step, result.val_bpb)
     run = load_run(tmp_path / "run", device="cpu")
     data = dataset_of(run)
     measured = evaluate(run.model, data.validation_batches(4, 512), data.tokenizer.token_bytes())
     assert result.val_bpb == pytest.approx(measured.bpb, rel=1e-6) and measured.tokens > 64
-    before = len(rows(tmp_path / "run"))
+    before = len(tiny_runs.rows(tmp_path / "run"))
     assert pretrain(lower, tmp_path / "run") == result
-    assert rows(tmp_path / "run")[-1] == last and len(rows(tmp_path / "run")) == before
+    assert tiny_runs.rows(tmp_path / "run")[-1] == last and len(tiny_runs.rows(tmp_path / "run")) == before
 
 
 def test_an_average_that_begins_with_a_resume_starts_at_the_trained_weights(
     tiny_run: RunConfig, tmp_path: Path
 ) -> None:
     pretrain(tiny_run, tmp_path / "run")
-    trained = final_tensors(tmp_path / "run")
+    trained = tiny_runs.tensors(tmp_path / "run")
     optim = replace(tiny_run.optim, ema_decay=0.999)
     pretrain(replace(tiny_run, max_steps=7, optim=optim), tmp_path / "run")
-    for name, tensor in final_tensors(tmp_path / "run").items():
+    for name, tensor in tiny_runs.tensors(tmp_path / "run").items():
         if name.startswith("ema/"):
-            now = final_tensors(tmp_path / "run")[name.replace("ema/", "model/")]
+            now = tiny_runs.tensors(tmp_path / "run")[name.replace("ema/", "model/")]
             expected = 0.999 * trained[name.replace("ema/", "model/")] + 0.001 * now
             torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7)
 

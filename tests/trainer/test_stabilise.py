@@ -1,6 +1,5 @@
 """Stabilisers and statistics in a run: when they act, that nothing else changes, and that resumes change no bit."""
 
-import json
 import logging
 import math
 from collections.abc import Iterator
@@ -9,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_runs
 import torch
-from safetensors.torch import load_file
 
 from lowbit.configs.schema import (
     ClampConfig,
@@ -73,38 +72,9 @@ def small(tiny_run: RunConfig) -> RunConfig:
     )
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    folder = run_dir / "checkpoints" / f"step_{step:08d}"
-    return {f"{file.stem}/{name}": t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
 def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
     assert left.keys() == right.keys() and len(left) > 10
     return [name for name in left if not torch.equal(left[name], right[name])]
-
-
-class Stop(Exception):
-    """A crash."""
-
-
-def crash_at(step: int, config: RunConfig, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train, and crash once the checkpoint of `step` is on the disk."""
-    save = Pretraining._save
-
-    def crash(self: Pretraining, position: Any) -> None:
-        save(self, position)
-        if position.step == step:
-            self.store.wait()
-            raise Stop
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Pretraining, "_save", crash)
-        with pytest.raises(Stop):
-            pretrain(config, run_dir)
 
 
 # OsciReset ---------------------------------------------------------------------------------------------------------
@@ -116,7 +86,7 @@ def test_oscireset_changes_masters_in_its_steps_and_nothing_else(small: RunConfi
     pretrain(replace(small, precision=precision()), tmp_path / "without")
     pretrain(replace(small, precision=precision(osci=OSCI)), tmp_path / "with")
     for step in range(1, 9):
-        left, right = tensors(tmp_path / "without", step), tensors(tmp_path / "with", step)
+        left, right = tiny_runs.tensors(tmp_path / "without", step), tiny_runs.tensors(tmp_path / "with", step)
         state = {name: right.pop(name) for name in list(right) if name.startswith("stabilisers/")}
         assert any(".moved" in name for name in state) == (step in (4, 5, 6, 8))
         changed = differing(left, right)
@@ -128,7 +98,7 @@ def test_oscireset_changes_masters_in_its_steps_and_nothing_else(small: RunConfi
             for name in changed:
                 moved = left[name] != right[name]
                 assert torch.equal(right[name][moved], fake_quantise(left[name], NVFP4_POW2_46).float()[moved])
-    found = [row for row in rows(tmp_path / "with") if "quant/reset_share" in row]
+    found = [row for row in tiny_runs.rows(tmp_path / "with") if "quant/reset_share" in row]
     assert [row["step"] for row in found] == [7] and 0 < found[0]["quant/reset_share"] < 0.5
     assert 0 <= found[0]["quant/blocks.0.mlp.up/weight/reset_share"] < 0.5 and "quant/flip_share" in found[0]
 
@@ -136,7 +106,7 @@ def test_oscireset_changes_masters_in_its_steps_and_nothing_else(small: RunConfi
 def test_the_average_sees_the_weights_after_the_reset(small: RunConfig, tmp_path: Path) -> None:
     config = replace(small, max_steps=7, optim=replace(small.optim, ema_decay=0.5), precision=precision(osci=OSCI))
     pretrain(config, tmp_path / "run")
-    before, after = tensors(tmp_path / "run", 6), tensors(tmp_path / "run", 7)
+    before, after = tiny_runs.tensors(tmp_path / "run", 6), tiny_runs.tensors(tmp_path / "run", 7)
     key = "blocks.0.mlp.up.weight"
     want = before[f"ema/{key}"] + (after[f"model/{key}"] - before[f"ema/{key}"]) * 0.5
     torch.testing.assert_close(after[f"ema/{key}"], want, rtol=1e-5, atol=1e-7)
@@ -145,7 +115,7 @@ def test_the_average_sees_the_weights_after_the_reset(small: RunConfig, tmp_path
 def test_it_waits_for_its_share_of_the_run(small: RunConfig, tmp_path: Path) -> None:
     config = replace(small, max_steps=12, precision=precision(osci=replace(OSCI, start=0.5)))
     pretrain(config, tmp_path / "run")
-    assert [row["step"] for row in rows(tmp_path / "run") if "quant/reset_share" in row] == [11]
+    assert [row["step"] for row in tiny_runs.rows(tmp_path / "run") if "quant/reset_share" in row] == [11]
 
 
 @pytest.mark.parametrize("detector", OsciDetector)
@@ -164,12 +134,14 @@ def test_everything_resumes_bit_for_bit(
         ),
     )
     pretrain(config, tmp_path / "whole")
-    crash_at(cut, config, tmp_path / "cut", monkeypatch)
+    tiny_runs.crash_after(cut, config, tmp_path / "cut", monkeypatch)
     pretrain(config, tmp_path / "cut")
-    assert differing(tensors(tmp_path / "whole", 8), tensors(tmp_path / "cut", 8)) == []
-    keys = {key for row in rows(tmp_path / "whole") for key in row if key.startswith("quant/") or key == "loss"}
+    assert differing(tiny_runs.tensors(tmp_path / "whole", 8), tiny_runs.tensors(tmp_path / "cut", 8)) == []
+    keys = {
+        key for row in tiny_runs.rows(tmp_path / "whole") for key in row if key.startswith("quant/") or key == "loss"
+    }
     assert len(keys) > 50
-    for left, right in zip(rows(tmp_path / "whole"), rows(tmp_path / "cut"), strict=True):
+    for left, right in zip(tiny_runs.rows(tmp_path / "whole"), tiny_runs.rows(tmp_path / "cut"), strict=True):
         assert {k: left.get(k) for k in keys} == {k: right.get(k) for k in keys}
 
 
@@ -216,7 +188,7 @@ def test_outcontrol_starts_to_act_when_its_channels_are_fixed(small: RunConfig, 
     pretrain(replace(small, precision=precision()), tmp_path / "without")
     with caplog.at_level(logging.INFO, "lowbit"):
         pretrain(replace(small, precision=precision(out=OUT)), tmp_path / "with")
-    losses = [[row["loss"] for row in rows(tmp_path / name)] for name in ("without", "with")]
+    losses = [[row["loss"] for row in tiny_runs.rows(tmp_path / name)] for name in ("without", "with")]
     assert losses[0][:3] == losses[1][:3] and losses[0][3] != losses[1][3]
     assert all(map(math.isfinite, losses[1]))
     assert "OutControl: from step 4 on input channels in MXFP8: 3 of 32 (9.38%), 5 of 48 (10.42%)" in caplog.text
@@ -244,10 +216,10 @@ def test_a_switch_to_bf16_ends_both_and_can_be_resumed(
     switch = [PrecisionSwitch(at_step=6, forward="bf16")]
     config = replace(small, precision=precision(out=OUT, osci=OSCI, switch=switch))
     pretrain(config, tmp_path / "whole")
-    assert not [row for row in rows(tmp_path / "whole") if "quant/reset_share" in row]
-    crash_at(7, config, tmp_path / "cut", monkeypatch)
+    assert not [row for row in tiny_runs.rows(tmp_path / "whole") if "quant/reset_share" in row]
+    tiny_runs.crash_after(7, config, tmp_path / "cut", monkeypatch)
     pretrain(config, tmp_path / "cut")
-    assert differing(tensors(tmp_path / "whole", 8), tensors(tmp_path / "cut", 8)) == []
+    assert differing(tiny_runs.tensors(tmp_path / "whole", 8), tiny_runs.tensors(tmp_path / "cut", 8)) == []
     assert load_run(tmp_path / "cut").step == 8
 
 
@@ -280,18 +252,18 @@ def test_clamped_training_resumes_and_opens_with_its_bounds(
     squared: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretrain(squared, tmp_path / "whole")
-    crash_at(3, squared, tmp_path / "cut", monkeypatch)
+    tiny_runs.crash_after(3, squared, tmp_path / "cut", monkeypatch)
     pretrain(squared, tmp_path / "cut")
-    end = tensors(tmp_path / "whole", 8)
-    assert differing(end, tensors(tmp_path / "cut", 8)) == []
-    found = [row["loss"] for row in rows(tmp_path / "whole")]
+    end = tiny_runs.tensors(tmp_path / "whole", 8)
+    assert differing(end, tiny_runs.tensors(tmp_path / "cut", 8)) == []
+    found = [row["loss"] for row in tiny_runs.rows(tmp_path / "whole")]
     assert found[-1] < found[0]
     run = load_run(tmp_path / "whole")
     for name in ("blocks.0.mlp", "blocks.1.mlp"):
         square = run.model.get_submodule(name).square
         assert isinstance(square, ClampedSquare)
         assert torch.equal(square.bound, end[f"stabilisers/clamp.{name}.bound"])
-    last = rows(tmp_path / "whole")[-1]
+    last = tiny_runs.rows(tmp_path / "whole")[-1]
     assert last["val_bpb_bf16"] != last["val_bpb"]
 
 
@@ -370,10 +342,10 @@ def test_statistics_change_nothing_and_cost_nothing_in_other_steps(
     )
     with caplog.at_level(logging.INFO, "lowbit"):
         pretrain(sampled, tmp_path / "with")
-    assert differing(tensors(tmp_path / "without", 8), tensors(tmp_path / "with", 8)) == []
+    assert differing(tiny_runs.tensors(tmp_path / "without", 8), tiny_runs.tensors(tmp_path / "with", 8)) == []
     extra = [(1, gradients)] * 2
     assert len(passes) == len(usual) + 2 and sorted(passes) == sorted(usual + extra)
-    found = {row["step"]: row for row in rows(tmp_path / "with")}
+    found = {row["step"]: row for row in tiny_runs.rows(tmp_path / "with")}
     assert found.keys() == {3, 6, 8}
     keys = {key for key in found[3] if key.startswith("quant/")}
     assert keys == {key for key in found[6] if key.startswith("quant/")}
@@ -440,13 +412,13 @@ def test_a_compiled_run_on_a_gpu_with_everything(small: RunConfig, tmp_path: Pat
         ),
     )
     pretrain(config, tmp_path / "whole")
-    found = rows(tmp_path / "whole")
+    found = tiny_runs.rows(tmp_path / "whole")
     assert found[-1]["loss"] < found[0]["loss"]
     assert [row["step"] for row in found if "quant/reset_share" in row] == [7]
     assert [row["step"] for row in found if "quant/blocks.0.mlp.up/weight/amax" in row] == [3, 6]
     resume = str(tmp_path / "whole" / "checkpoints" / "step_00000005")
     pretrain(replace(config, resume=resume), tmp_path / "resumed")
-    assert differing(tensors(tmp_path / "whole", 8), tensors(tmp_path / "resumed", 8)) == []
+    assert differing(tiny_runs.tensors(tmp_path / "whole", 8), tiny_runs.tensors(tmp_path / "resumed", 8)) == []
 
 
 def test_first_sequences() -> None:
