@@ -17,6 +17,7 @@ COMMANDS = {
     ("distill", "cache"): "distill",
     ("distill", "train"): "distill",
     ("distill",): "distill",
+    ("rl",): "rl",
 }
 """Commands whose arguments are overrides, and whose settings they are."""
 
@@ -33,6 +34,13 @@ def distill_candidates(incomplete: str) -> list[str]:
     from lowbit.cli.candidates import overrides_like
 
     return overrides_like(incomplete, "distill")
+
+
+def rl_candidates(incomplete: str) -> list[str]:
+    """The same for `lowbit rl`."""
+    from lowbit.cli.candidates import overrides_like
+
+    return overrides_like(incomplete, "rl")
 
 
 def answer_bash(environment: Mapping[str, str]) -> bool:
@@ -54,7 +62,8 @@ def answer_bash(environment: Mapping[str, str]) -> bool:
         return False  # an option, or perhaps a command of the group
     whole = _join(words[1 + len(command) : position], current)
     tail = len(whole) - len(current.removeprefix("=") if current == "=" else current)
-    found = distill_candidates(whole) if COMMANDS[command] == "distill" else candidates(whole)
+    complete = {"distill": distill_candidates, "rl": rl_candidates}.get(COMMANDS[command], candidates)
+    found = complete(whole)
     print("\n".join(c[tail:] for c in found))
     return True
 

@@ -25,6 +25,7 @@ from lowbit.cli import (
     plan,
     pretrain,
     report,
+    rl,
     tokenizer,
     version,
 )
@@ -46,6 +47,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.command("pretrain", context_settings=TAKES_SETTINGS)(pretrain.pretrain)
+    app.command("rl", context_settings=TAKES_SETTINGS)(rl.rl)
     app.command("generate")(generate.generate)
     app.command("eval")(evaluate.evaluate)
     app.command("report")(report.report)

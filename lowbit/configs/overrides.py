@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig
+from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.strict import build, fields_of, locate, nearest, schema_paths, show, suggest
 from lowbit.errors import ConfigError
 
@@ -31,16 +32,19 @@ class Command(Generic[Config]):
     config: type[Config]
     presets: str
     """The group, its own, whose choices set everything at once."""
+    own: tuple[str, ...] = ()
+    """Further groups that no other command has."""
 
 
 PRETRAIN = Command("pretrain", RunConfig, "preset")
 DISTILL = Command("distill", DistillConfig, "distill")
-COMMANDS: tuple[Command[RunConfig], ...] = (PRETRAIN, DISTILL)
+RL = Command("rl", RlConfig, "rl", ("task", "algorithm"))
+COMMANDS: tuple[Command[RunConfig], ...] = (PRETRAIN, DISTILL, RL)
 
 
 def groups(command: Command[RunConfig] | None = PRETRAIN) -> dict[str, list[str]]:
     """Preset groups of a command (None: of all) and their choices: folders beside this module that hold YAML files."""
-    others = {c.presets for c in COMMANDS if command is not None and c is not command}
+    others = {g for c in COMMANDS if command is not None and c is not command for g in (c.presets, *c.own)}
     folders = sorted((f for f in resources.files("lowbit.configs").iterdir() if f.is_dir()), key=lambda f: f.name)
     choices = {
         f.name: sorted(y.name.removesuffix(".yaml") for y in f.iterdir() if y.name.endswith(".yaml")) for f in folders

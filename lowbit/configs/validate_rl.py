@@ -1,0 +1,188 @@
+"""Reinforcement learning that cannot work, found before anything is loaded.
+
+The trainer's run is `validate`'s business; here is what reinforcement learning adds.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from lowbit.configs.checks import COUNT, FRACTION, INSIDE, NATURAL, POSITIVE, Range, check_ranges, refuse
+from lowbit.configs.schema import (
+    BatchConfig,
+    DataConfig,
+    EngineKind,
+    EvalConfig,
+    OptimizerKind,
+    RunConfig,
+    ScheduleConfig,
+    SourceConfig,
+    TokenizerKind,
+)
+from lowbit.configs.schema_rl import Correction, Loss, RlConfig, TaskKind
+from lowbit.configs.validate import validate
+
+RANGES = {
+    "task.size": COUNT,
+    "task.held_out": INSIDE,
+    "task.turns": COUNT,
+    "task.examine": COUNT,
+    "reward.workers": COUNT,
+    "reward.seconds": POSITIVE,
+    "reward.failure_limit": FRACTION,
+    "rollout.samples": COUNT,
+    "rollout.updates": COUNT,
+    "rollout.staleness": NATURAL,
+    "rollout.max_new_tokens": COUNT,
+    "rollout.temperature": NATURAL,
+    "rollout.top_p": Range(0, 1, open_low=True),
+    "rollout.slots": COUNT,
+    "rollout.seconds": POSITIVE,
+    "rollout.empty_limit": COUNT,
+    "rollout.show": NATURAL,
+    "algorithm.clip_low": Range(0, 1, open_low=True),
+    "algorithm.clip_high": POSITIVE,
+    "algorithm.dual_clip": Range(1, open_low=True),
+    "algorithm.cispo_max": POSITIVE,
+    "algorithm.kl": NATURAL,
+    "algorithm.entropy": NATURAL,
+    "algorithm.correction_max": Range(1),
+    "algorithm.band_low": Range(0, 1),
+    "algorithm.band_high": Range(1),
+    "algorithm.refill": NATURAL,
+    "teacher.coefficient": POSITIVE,
+    "warm_start.steps": NATURAL,
+    "warm_start.examples": COUNT,
+    "warm_start.lr": POSITIVE,
+}
+
+
+def validate_rl(config: RlConfig) -> None:
+    """Raise ConfigError for the first setting that cannot work."""
+    if config.data.sources:
+        first = next(iter(config.data.sources))
+        why = "there are no documents here: a task says what is learned"
+        raise refuse(config, f"data.sources.{first}.kind", why=why, works=f"~data.sources.{first} would work")
+    if config.data.tokenizer.kind is TokenizerKind.bpe:
+        why = "there is no text to train a tokenizer on"
+        works = "data.tokenizer.kind=bytes, or =file with data.tokenizer.path, or init_from=FOLDER would work"
+        raise refuse(config, "data.tokenizer.kind", why=why, works=works)
+    validate(_as_pretraining(config))
+    check_ranges(config, RANGES)
+    _sampling(config)
+    _context(config)
+    _task(config)
+    _groups(config)
+    _algorithm(config)
+    _folders(config)
+
+
+def _as_pretraining(config: RlConfig) -> RunConfig:
+    """The keys of a run, with what reinforcement learning has no use for as it is in any run."""
+    fields = {name: getattr(config, name) for name in RunConfig.__dataclass_fields__}
+    fields["data"] = replace(config.data, sources={"none": SourceConfig()})
+    fields["batch"] = BatchConfig(config.batch.micro_batch, config.batch.micro_batch)
+    fields["evaluation"] = replace(config.evaluation, sample_tokens=0)
+    return RunConfig(**fields)
+
+
+def _sampling(config: RlConfig) -> None:
+    r = config.rollout
+    if r.temperature == 0:
+        why = "greedy answers are all the same, and their log-probabilities are of no distribution"
+        raise refuse(config, "rollout.temperature", why=why, works="rollout.temperature=1 would work")
+    if r.top_p < 1 or r.top_k is not None:
+        keys = [key for key, given in (("rollout.top_p", r.top_p < 1), ("rollout.top_k", r.top_k is not None)) if given]
+        why = "the trainer's log-probabilities are of all tokens, so every ratio would be wrong by the mass left out"
+        raise refuse(config, *keys, why=why, works="rollout.top_p=1 rollout.top_k=null would work")
+    if r.staleness and r.staleness < r.updates:
+        why = "a rollout drawn ahead is at least rollout.updates steps old when it is used"
+        works = f"rollout.staleness={r.updates} or rollout.staleness=0 would work"
+        raise refuse(config, "rollout.staleness", "rollout.updates", why=why, works=works)
+    if r.staleness and config.engine.kind is EngineKind.deepspeed:
+        why = "drawing ahead works in one process"
+        raise refuse(config, "rollout.staleness", "engine.kind", why=why, works="rollout.staleness=0 would work")
+    if r.staleness and config.deterministic:
+        why = "when the newest weights reach a sampler that draws ahead depends on the clock"
+        raise refuse(config, "rollout.staleness", "deterministic", why=why, works="rollout.staleness=0 would work")
+
+
+def _context(config: RlConfig) -> None:
+    longest = min(config.model.max_sequence, config.data.sequence_length + 1)
+    if config.rollout.max_new_tokens >= longest:
+        why = f"with a prompt, that is more than the context of {longest} tokens"
+        works = f"rollout.max_new_tokens={max(1, longest // 2)} would work"
+        raise refuse(
+            config, "rollout.max_new_tokens", "data.sequence_length", "model.max_sequence", why=why, works=works
+        )
+
+
+def _task(config: RlConfig) -> None:
+    t = config.task
+    if t.kind is TaskKind.file and not t.path:
+        works = "for example task.path=problems.jsonl"
+        raise refuse(config, "task.kind", "task.path", why="this kind needs a path", works=works)
+    for key, path in (("task.path", t.path), ("task.held_out_path", t.held_out_path)):
+        if path and t.kind is not TaskKind.file:
+            raise refuse(config, key, "task.kind", why="this kind reads no file", works="task.kind=file would work")
+        if path and not Path(path).expanduser().is_file():
+            works = f"give a file that exists, for example {key}=problems.jsonl"
+            raise refuse(config, key, why=f"no such file below {Path.cwd()}", works=works)
+    if t.kind is TaskKind.reasoning_gym and not t.dataset:
+        works = "for example task.dataset=basic_arithmetic"
+        raise refuse(config, "task.kind", "task.dataset", why="this kind needs a generator's name", works=works)
+    if t.kind is TaskKind.calculator and t.turns < 2:
+        why = "the calculator's answer needs another turn to be used in"
+        raise refuse(config, "task.turns", "task.kind", why=why, works="task.turns=2 would work")
+    if "{prompt}" not in t.template:
+        why = "{prompt} must stand in it, for the problem"
+        raise refuse(config, "task.template", why=why, works="task.template='{prompt}' would work")
+
+
+def _groups(config: RlConfig) -> None:
+    samples, sequences = config.rollout.samples, config.batch.sequences
+    if samples < 2 and not config.teacher.path:
+        why = "a group of one has no mean to compare with"
+        raise refuse(config, "rollout.samples", why=why, works="rollout.samples=8 would work")
+    if sequences % samples:
+        why = "an optimizer step takes whole groups"
+        works = f"batch.sequences={math.ceil(sequences / samples) * samples} would work"
+        raise refuse(config, "batch.sequences", "rollout.samples", why=why, works=works)
+
+
+def _algorithm(config: RlConfig) -> None:
+    a = config.algorithm
+    if a.dual_clip is not None and a.loss not in (Loss.clip, Loss.gspo):
+        why = "this loss clips no ratio"
+        raise refuse(
+            config, "algorithm.dual_clip", "algorithm.loss", why=why, works="algorithm.dual_clip=null would work"
+        )
+    if a.reference and not a.kl:
+        why = "nothing would read the reference"
+        raise refuse(config, "algorithm.reference", "algorithm.kl", why=why, works="algorithm.kl=0.01 would work")
+    if a.correction in (Correction.icepop, Correction.sequence) and a.band_low >= a.band_high:
+        works = "algorithm.band_low=0.5 algorithm.band_high=2 would work"
+        raise refuse(config, "algorithm.band_low", "algorithm.band_high", why="low must be below high", works=works)
+
+
+def _folders(config: RlConfig) -> None:
+    for key, path in (("algorithm.reference", config.algorithm.reference), ("teacher.path", config.teacher.path)):
+        if path and not Path(path).expanduser().is_dir():
+            raise refuse(config, key, why="no such folder", works=f"for example {key}=runs/pretrain")
+
+
+def warm_start_config(config: RlConfig) -> RlConfig:
+    """The supervised run before the first rollout."""
+    w = config.warm_start
+    return replace(
+        config,
+        run_name=f"{config.run_name}/warm_start",
+        max_steps=w.steps,
+        max_tokens=None,
+        max_minutes=None,
+        resume="auto",
+        data=DataConfig(tokenizer=config.data.tokenizer, sequence_length=config.data.sequence_length, sources={}),
+        optim=replace(config.optim, kind=OptimizerKind.adamw, lr=w.lr, schedule=ScheduleConfig(warmup_steps=5)),
+        evaluation=EvalConfig(every_steps=0, sample_tokens=0),
+        checkpoint=replace(config.checkpoint, every_steps=0),
+    )

@@ -1,0 +1,1 @@
+"""Reinforcement learning: tasks and rewards, rollouts, losses; an objective and a batch source for the one loop."""

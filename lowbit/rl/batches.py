@@ -1,0 +1,152 @@
+"""From conversations to micro-batches: what each drawn token carries into the loss."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.configs.schema_rl import AlgorithmConfig, Overlong, RlTeacherConfig
+from lowbit.data.batch import Batch
+from lowbit.rl.losses import Tokens, accepted, token_weights
+from lowbit.rl.packing import Place, empty_batch, pack, with_weights
+from lowbit.rl.rollout import Conversation
+
+
+@dataclass(frozen=True)
+class RlBatch(Batch):
+    """A batch with the N drawn tokens that count."""
+
+    index: Tensor | None = None
+    """int64 [N]: their places in the flattened [B * T] targets."""
+    drawn: Tokens | None = None
+    """What the loss needs of them."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> "RlBatch":
+        """The same on another device."""
+        assert self.index is not None and self.drawn is not None
+        plain = super().to(device, non_blocking)
+        index = self.index.to(device, non_blocking=non_blocking)
+        return RlBatch(**vars(plain), index=index, drawn=self.drawn.to(device, non_blocking))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A micro-batch of conversations and where they lie in it."""
+
+    batch: Batch
+    places: list[Place]
+
+
+def pack_conversations(
+    conversations: Sequence[Conversation], length: int, rows: int, filler: int, full: bool
+) -> list[Packed]:
+    """Micro-batches of `rows` rows of `length` tokens that hold all conversations; see `packing.pack`."""
+    return [Packed(*found) for found in pack([c.tokens for c in conversations], length, rows, filler, full=full)]
+
+
+def empty(length: int, rows: int, filler: int) -> Packed:
+    """A micro-batch without conversations."""
+    return Packed(empty_batch(length, rows, filler), [])
+
+
+def drawn_index(packed: Packed, conversations: Sequence[Conversation]) -> Tensor:
+    """Places of all drawn tokens in the flattened targets, conversation by conversation: int64 [N]."""
+    length = packed.batch.tokens.shape[1]
+    return torch.tensor(
+        [
+            place.row * length + place.start + conversations[place.item].prompt - 1 + i
+            for place in packed.places
+            for i in conversations[place.item].drawn
+        ],
+        dtype=torch.int64,
+    )
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Which drawn tokens of a conversation count, and its advantages."""
+
+    mask: list[bool]
+    advantage: list[float]
+
+
+def counting(conversation: Conversation, algorithm: AlgorithmConfig, teacher: RlTeacherConfig) -> Counting:
+    """Of each drawn token whether it is trained on and with which advantage."""
+    c, drawn = conversation, conversation.drawn
+    learned = c.advantage is not None and not (algorithm.overlong is Overlong.mask and c.finish == "length")
+    advantage = [c.advantage if learned and c.advantage is not None else 0.0] * len(drawn)
+    if c.teacher is not None:
+        learned = True
+        own = [0.0] * len(drawn) if teacher.only else advantage
+        advantage = [
+            a + teacher.coefficient * (theirs - c.logprobs[i])
+            for a, theirs, i in zip(own, c.teacher, drawn, strict=True)
+        ]
+    mask = torch.full((len(drawn),), learned)
+    if learned and c.proximal is not None and drawn:
+        q = torch.tensor([c.logprobs[i] for i in drawn])
+        mask &= accepted(torch.tensor(c.proximal), q, torch.zeros(len(drawn), dtype=torch.int64), 1, algorithm)
+    return Counting(mask.tolist(), advantage)
+
+
+def is_stale(conversation: Conversation, version: int) -> bool:
+    """Whether older weights than the trainer's drew some of it."""
+    return any(0 <= v < version for v in conversation.versions)
+
+
+def training_batch(
+    packed: Packed,
+    conversations: Sequence[Conversation],
+    counts: Sequence[Counting],
+    weights: Sequence[float],
+    begun: int,
+) -> RlBatch:
+    """What the objective reads.
+
+    Args:
+        counts: of each conversation. weights: what a counting token of each weighs. begun: version of the trainer's
+            weights when training on these conversations began; those of older ones are compared with their sampler.
+    """
+    index, q, advantage, weight, segment, p, reference, stale = [], [], [], [], [], [], [], []
+    length = packed.batch.tokens.shape[1]
+    for number, place in enumerate(packed.places):
+        c, count = conversations[place.item], counts[place.item]
+        base = place.row * length + place.start + c.prompt - 1
+        old = is_stale(c, begun)
+        for n, i in enumerate(c.drawn):
+            if not count.mask[n]:
+                continue
+            index.append(base + i)
+            q.append(c.logprobs[i])
+            advantage.append(count.advantage[n])
+            weight.append(weights[place.item])
+            segment.append(number)
+            stale.append(old)
+            if c.proximal is not None:
+                p.append(c.proximal[n])
+            if c.reference is not None:
+                reference.append(c.reference[n])
+    places = torch.tensor(index, dtype=torch.int64)
+    flat = torch.zeros(packed.batch.tokens.numel())
+    flat[places] = 1.0
+    drawn = Tokens(
+        torch.tensor(q, dtype=torch.float32),
+        torch.tensor(advantage, dtype=torch.float32),
+        torch.tensor(weight, dtype=torch.float32),
+        torch.tensor(segment, dtype=torch.int64),
+        len(packed.places),
+        torch.tensor(p, dtype=torch.float32) if p or not index else None,
+        torch.tensor(reference, dtype=torch.float32) if reference or not index else None,
+        torch.tensor(stale, dtype=torch.bool) if any(stale) else None,
+    )
+    batch = with_weights(packed.batch, flat.view_as(packed.batch.tokens))
+    return RlBatch(**vars(batch), index=places, drawn=drawn)
+
+
+def weigh(
+    counts: Sequence[Counting], algorithm: AlgorithmConfig, longest: int, totals: tuple[float, float]
+) -> list[float]:
+    """What a counting token of each conversation weighs; `totals`: such tokens and conversations, over all ranks."""
+    lengths = [sum(count.mask) for count in counts]
+    return token_weights(lengths, algorithm.reduction, longest, max(int(totals[0]), 1), max(int(totals[1]), 1))

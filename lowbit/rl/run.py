@@ -1,0 +1,352 @@
+"""A reinforcement-learning run from configuration to result: warm start, rollouts, the one training loop, evaluation.
+
+run folder             the run, as `lowbit pretrain` leaves one: `lowbit generate` and `lowbit export` take it
+run folder/rl.yaml     everything that was set
+run folder/samples.jsonl   conversations, readable: text, rewards by part, token ids, log-probabilities, versions
+run folder/warm_start  the supervised run before it, where `warm_start.steps` asks for one
+
+The sampler has modules of its own, in its own precision, and the trainer's very parameters: nothing is copied, and a
+new version of the weights is only quantised again. A sampler that draws ahead of the trainer has copies.
+"""
+
+import copy
+import logging
+import math
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from lowbit.configs.schema import RunConfig, TokenizerKind
+from lowbit.configs.schema_rl import RlConfig
+from lowbit.configs.stored import save_config
+from lowbit.configs.validate_rl import warm_start_config
+from lowbit.data.dataset import Dataset
+from lowbit.data.loader import Loader
+from lowbit.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer
+from lowbit.errors import CheckpointError, ConfigError, DataError
+from lowbit.infer.requests import Sampler
+from lowbit.models.transformer import Transformer
+from lowbit.rl.loader import RolloutLoader
+from lowbit.rl.objective import PolicyGradient
+from lowbit.rl.precision import sampler_precision, trainer_precision
+from lowbit.rl.producer import AheadProducer, Drawing, Producer, Weights
+from lowbit.rl.prompts import Prompts
+from lowbit.rl.rewards import RewardPool
+from lowbit.rl.rollout import Collector
+from lowbit.rl.samples import SampleLog
+from lowbit.rl.sampling import GeneratorSampler
+from lowbit.rl.supervised import SupervisedLoader
+from lowbit.rl.tasks import Split, Task, fingerprint, make_task
+from lowbit.trainer.checkpoint import Snapshot
+from lowbit.trainer.distributed import Ranks
+from lowbit.trainer.engine import LocalEngine, wants_compile
+from lowbit.trainer.launch import open_ranks
+from lowbit.trainer.loaded import build_model, load_run, shown_path
+from lowbit.trainer.loop import Position, Trainer
+from lowbit.trainer.metrics import MetricsLog
+from lowbit.trainer.objective import NextToken, Objective
+from lowbit.trainer.precision import RunPrecision
+from lowbit.trainer.run import Pretraining, RunResult, execute
+
+logger = logging.getLogger("lowbit")
+
+
+def train(config: RlConfig, run_dir: Path) -> RunResult:
+    """Train as configured in `run_dir`, resuming from what is there as `config.resume` says."""
+    with open_ranks(config) as (ranks, device):
+        run_dir = Path(ranks.share(str(run_dir)))
+        return train_on(config, run_dir, ranks, device)
+
+
+def train_on(config: RlConfig, run_dir: Path, ranks: Ranks, device: torch.device) -> RunResult:
+    """The same on ranks that have found each other already."""
+    if config.warm_start.steps:
+        folder = run_dir / "warm_start"
+        if ranks.share(not (run_dir / "checkpoints").is_dir() if ranks.first else None):
+            logger.info("warm start: %d supervised steps on the task's own solutions", config.warm_start.steps)
+            execute(lambda: WarmStart(warm_start_config(config), folder, ranks, device), folder, ranks)
+        config = replace(config, init_from=str(folder))
+    return execute(lambda: Reinforcement(config, run_dir, ranks, device), run_dir, ranks)
+
+
+class TaskData:
+    """What stands in for a data set: a tokenizer and a task."""
+
+    def __init__(self, tokenizer: Tokenizer, task: Task) -> None:
+        self.tokenizer = tokenizer
+        self.task = task
+        self.fingerprint = fingerprint(task)
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint remembers."""
+        return {"fingerprint": self.fingerprint, "tokenizer": self.tokenizer.digest} | self.task.describe()
+
+
+def tokenizer_of(config: RunConfig) -> Tokenizer:
+    """The tokenizer of a run without documents."""
+    given = config.data.tokenizer
+    return bytes_tokenizer() if given.kind is TokenizerKind.bytes else load_tokenizer(given.path, given.eot)
+
+
+def run_config(config: RlConfig) -> RunConfig:
+    """The trainer's run: what its folder keeps as config.yaml."""
+    plain = RunConfig(**{name: getattr(config, name) for name in RunConfig.__dataclass_fields__})
+    return replace(plain, precision=trainer_precision(config.precision))
+
+
+def shared_copy(model: Transformer) -> Transformer:
+    """Modules of its own around the very same parameters and state."""
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, shared)
+
+
+class TaskRun(Pretraining):
+    """A run on a task: evaluated by what the model answers, greedily, to held-out problems."""
+
+    def __init__(self, config: RlConfig, run_dir: Path, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(run_config(config), run_dir, ranks, device)
+        self.rl = config
+        self.task = make_task(config.task)
+        self.rewards: RewardPool | None = None
+        self.judge: Collector | None = None
+        self.first_accuracy: float | None = None
+
+    def _prepare_data(self) -> Dataset:
+        data = TaskData(tokenizer_of(self.config), self.task)
+        self.prompts = Prompts(data.tokenizer, self.rl.task)
+        self.rewards = RewardPool(self.rl.task, self.rl.reward)
+        return cast(Dataset, data)
+
+    def _make_model(self) -> Transformer:
+        model = super()._make_model()
+        self.sampler_model = shared_copy(model)
+        RunPrecision(replace(self.config, precision=sampler_precision(self.rl.precision)), self.sampler_model)
+        return model
+
+    def _sampler(self, model: Transformer) -> Sampler:
+        return GeneratorSampler(model, self.data.tokenizer.eot_id)
+
+    def _collector(self, sampler: Sampler) -> Collector:
+        assert self.rewards is not None
+        return Collector(self.rl, self.task, self.prompts, sampler, self.rewards)
+
+    def weights(self) -> Weights:
+        """The trainer's weights by name, whole where the caller has made them so (`whole`)."""
+        assert self.engine is not None
+        return [(name, parameter.detach()) for name, parameter in self.engine.model.named_parameters()]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, every rank has all weights."""
+        assert self.engine is not None
+        with nullcontext() if isinstance(self.engine, LocalEngine) else self.engine.whole_model():
+            yield
+
+    def _evaluate(self, last: bool) -> dict[str, float]:
+        """Greedy answers to held-out problems, the same ones each time."""
+        assert self.judge is not None
+        ranks, count = self.ranks, self.rl.task.examine
+        size = self.task.size(Split.held_out)
+        numbers = range(min(count, count if size is None else size))
+        with self.whole():
+            self.judge.sampler.update(self.weights(), self.judge.sampler.version + 1)
+            groups = self.judge.draw(numbers[ranks.rank :: ranks.world], Split.held_out, 1, greedy=True)
+        self.judge.check(groups)
+        flat = [c for group in groups for c in group]
+        rewards = [c.reward or 0.0 for c in flat]
+        right = sum(reward >= 1.0 for reward in rewards)
+        total, good, asked, length = ranks.sum([math.fsum(rewards), right, len(flat), sum(len(c.drawn) for c in flat)])
+        asked = max(asked, 1.0)
+        self._final_bpb = good / asked  # the base keeps one number of the last evaluation: here it is this one
+        if self.first_accuracy is None:
+            self.first_accuracy = self._final_bpb
+        return {"val_accuracy": good / asked, "val_reward": total / asked, "val_length": length / asked}
+
+    def close(self) -> None:
+        super().close()
+        if self.rewards is not None:
+            self.rewards.close()
+
+    def _conclude(self, position: Position) -> RunResult:
+        logger.info("held-out greedy accuracy %.1f%%", 100 * (self._final_bpb or 0.0))
+        return RunResult(self.run_dir, position.step, position.tokens, math.nan, math.nan, "")
+
+
+class WarmStart(TaskRun):
+    """Supervised steps on solved problems."""
+
+    def _make_loader(self) -> Loader:
+        self.judge = self._collector(self._sampler(self.sampler_model))
+        self.judge.check_prompts()
+        return SupervisedLoader(
+            self.task,
+            self.prompts,
+            seed=self.config.seed,
+            examples=self.rl.warm_start.examples,
+            length=self.config.data.sequence_length,
+            rows=self.config.batch.micro_batch,
+            fingerprint=self.data.fingerprint,
+            full=wants_compile(self.config.engine.compile, self.device),
+            ranks=self.ranks,
+        )
+
+    def _make_objective(self) -> Objective:
+        return NextToken(self.config.optim.z_loss)
+
+
+class RlTrainer(Trainer):
+    """The loop, with what rollouts were like beside what training was like."""
+
+    samples: SampleLog | None = None
+
+    def train_step(self) -> dict[str, Any]:
+        """See `Trainer.train_step`."""
+        before = self.position.seconds
+        row = super().train_step()
+        loader, objective = cast(RolloutLoader, self.loader), cast(PolicyGradient, self.objective)
+        measured = dict(loader.metrics())
+        # every rank's greatest; `sum` is what ranks have, so each puts its own at its own place
+        places = [0.0] * self.engine.world
+        places[self.engine.rank] = objective.take_largest()
+        row["mismatch/abs_max"] = max(self.engine.ranks.sum(places))
+        wall = max(self.position.seconds - before, 1e-9)
+        parts = {
+            key.removeprefix("seconds/"): measured.pop(key) for key in list(measured) if key.startswith("seconds/")
+        }
+        training = max(wall - parts.pop("data", 0.0), 1e-9)
+        row |= {f"share/{name}": seconds / wall for name, seconds in parts.items()}
+        row["share/train"] = training / wall
+        row["train_tokens_per_second"] = measured.pop("train_tokens", 0.0) / training / self.engine.world
+        return row | measured
+
+    def _log(self, row: dict[str, Any]) -> None:
+        if self.samples is not None and (self._due(self.config.logging.every_steps) or self.done):
+            self.samples.write(self.position.step, cast(RolloutLoader, self.loader).shown)
+        super()._log(row)
+
+
+class Reinforcement(TaskRun):
+    """The run itself."""
+
+    trainer_class = RlTrainer
+
+    def build(self) -> Trainer:
+        """See `Pretraining.build`."""
+        trainer = super().build()
+        assert isinstance(trainer, RlTrainer)
+        if self.ranks.first:
+            trainer.samples = SampleLog(self.run_dir / "samples.jsonl", self.rl.rollout.show, trainer.position.step)
+        if not trainer.done and trainer.position.step == 0:
+            row = {"step": 0, "tokens": 0} | self._evaluate(last=False)
+            trainer.log.log(row)
+            logger.info("before: held-out greedy accuracy %.1f%%", 100 * row["val_accuracy"])
+        return trainer
+
+    def _make_loader(self) -> Loader:
+        assert self.engine is not None
+        config = self.rl
+        sampler = self._sampler(self.sampler_model)
+        self.judge = self._collector(sampler)
+        self.ranks.first_does(self.judge.check_prompts)
+        if config.rollout.staleness:
+            ahead = self._collector(self._sampler(self._own_model()))
+            drawing = Drawing(config, ahead, self.ranks)
+            slots = config.rollout.staleness // config.rollout.updates
+            producer: Producer = AheadProducer(drawing, ahead.sampler, slots, config.rollout.seconds)
+        else:
+            producer = Producer(Drawing(config, self.judge, self.ranks), sampler)
+        loader = RolloutLoader(
+            config,
+            producer,
+            self.engine,
+            self.weights,
+            fingerprint=self.data.fingerprint,
+            filler=self.data.tokenizer.eot_id,
+            reference=self._reference(),
+            teacher=self._teacher(),
+            whole=self.whole,
+        )
+        loader.set_problems(self.task.size(Split.train))
+        return loader
+
+    def _own_model(self) -> Transformer:
+        """A model with weights of its own, for a sampler that draws ahead."""
+        config = replace(self.config, precision=sampler_precision(self.rl.precision))
+        model = build_model(config, self.data.tokenizer.vocab_size, self.dtype, self.device)
+        RunPrecision(config, model)
+        return model.requires_grad_(False)
+
+    def _reference(self) -> Transformer | None:
+        """What the KL is to: another run, or what this one began with."""
+        if not self.rl.algorithm.kl:
+            return None
+        path = self.rl.algorithm.reference or self.config.init_from
+        if path:
+            return self._opened("algorithm.reference", path, "latest")
+        model = build_model(self.config, self.data.tokenizer.vocab_size, self.dtype, self.device)
+        RunPrecision(self.config, model)
+        model.init_weights(self.config.seed)
+        return model.requires_grad_(False)
+
+    def _teacher(self) -> Transformer | None:
+        config = self.rl.teacher
+        return self._opened("teacher.path", config.path, config.checkpoint) if config.path else None
+
+    def _opened(self, key: str, path: str, checkpoint: str) -> Transformer:
+        """Another model with this run's tokenizer."""
+        found = load_run(Path(path).expanduser(), checkpoint, str(self.device))
+        if found.tokenizer.digest != self.data.tokenizer.digest:
+            raise DataError(f"{key}={path}: has another tokenizer than this run, so their tokens cannot be compared")
+        if found.model.config.max_sequence < self.config.data.sequence_length:
+            raise ConfigError(
+                f"{key}={path}: takes sequences of {found.model.config.max_sequence} tokens, and "
+                f"data.sequence_length={self.config.data.sequence_length}"
+            )
+        return found.model.requires_grad_(False)
+
+    def _make_objective(self) -> Objective:
+        return PolicyGradient(self.rl.algorithm, self.rl.rollout.temperature)
+
+    def _fill_folder(self, position: Position) -> MetricsLog:
+        save_config(self.rl, self.run_dir / "rl.yaml")
+        return super()._fill_folder(position)
+
+    def _own_state(self) -> dict[str, Any]:
+        states = self.ranks.gather(cast(RolloutLoader, self.loader).state())
+        return {"rl": {"ranks": states, "first_accuracy": self.first_accuracy}}
+
+    def _resume(self, snapshot: Snapshot | None) -> Position:
+        position = super()._resume(snapshot)
+        if snapshot is None:
+            return position
+        own = snapshot.meta.get("rl")
+        if own is None:
+            raise CheckpointError("the checkpoint is of another kind of run: use it with init_from=FOLDER instead")
+        self.first_accuracy = own["first_accuracy"]
+        states, loader = own["ranks"], cast(RolloutLoader, self.loader)
+        if len(states) == self.ranks.world:
+            loader.resume(states[self.ranks.rank])
+        else:
+            waiting = sum(len(state["pending"]) + len(state["waiting"]) for state in states)
+            if waiting:
+                logger.warning("%d rollouts of %d ranks are drawn again by %d", waiting, len(states), self.ranks.world)
+            loader.resume(states[0] | {"pending": [], "waiting": []})
+        return position
+
+    def _conclude(self, position: Position) -> RunResult:
+        if self.first_accuracy is not None and self._final_bpb is not None:
+            logger.info(
+                "held-out greedy accuracy: %.1f%% before, %.1f%% after %d steps",
+                100 * self.first_accuracy, 100 * self._final_bpb, position.step,
+            )  # fmt: skip
+        folder = shown_path(self.run_dir)
+        prompt = shlex.quote(self.task.example(Split.held_out, self.config.seed, 0).prompt)
+        logger.info("run folder: %s (conversations in samples.jsonl)", folder)
+        logger.info("next: lowbit generate %s --prompt %s", shlex.quote(folder), prompt)
+        logger.info("      lowbit report %s", shlex.quote(folder))
+        return RunResult(self.run_dir, position.step, position.tokens, math.nan, math.nan, "")
