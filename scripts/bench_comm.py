@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import Row, gpu_seconds, print_table, write
 from shaped_network import ShapedNetwork, sent_bytes, why_not
 from torch import Tensor
 
@@ -37,35 +37,7 @@ from lowbit.comm.cost import CPU_CODINGS, Coding, Link, gather_seconds, parse_ra
 from lowbit.comm.partition import piece_length
 from lowbit.comm.squinch import ReferenceSquinch
 
-Row = dict[str, Any]
-
-
-def table(rows: list[Row]) -> None:
-    """Rows with the same keys, as aligned text."""
-    if not rows:
-        return
-    cells = [list(rows[0]), *[[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]]
-    widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
 # Codecs
-
-
-def gpu_seconds(run: Callable[[], Any], repeats: int = 20) -> float:
-    """Median time of a call on the GPU, caches cold for anything larger than they are."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times)
 
 
 def cpu_seconds(run: Callable[[], Any], repeats: int = 15) -> float:
@@ -363,9 +335,8 @@ def main() -> None:
         return
     rows = {"codec": bench_codec, "link": bench_link, "nccl": bench_nccl}[args.command](args)
     if rows:
-        table(rows)
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        Path(args.out).write_text(json.dumps({"commit": commit, "torch": torch.__version__, "rows": rows}, indent=1))
+        print_table(rows)
+        write(Path(args.out), {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import wall_seconds, write
 from torch import Tensor
 
 from lowbit.configs.compose import compose_for
@@ -143,7 +143,7 @@ def quality(config: DistillConfig, out: Path, students: list[str], seeds: list[i
             size = cache.bytes / (cache.samples * cache.length) if targets else 2.0 * data.tokenizer.vocab_size
             rows.append({"student": name, "seed": seed, "bytes": 0.0 if name == "ce" else size} | asdict(found))
             print(f"{name} seed {seed}: loss {found.loss:.4f} KL {found.kl:.4f} ECE {found.ece:.4f} ({seconds:.0f} s)")
-            (out / "quality.json").write_text(json.dumps(rows, indent=1))
+            write(out / "quality.json", {"rows": rows})
     return rows
 
 
@@ -198,25 +198,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 # Speed --------------------------------------------------------------------------------------------------------
 
 
-def clock(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median seconds of a call, after two to warm up."""
-    times = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
-
-
 def speed(config: DistillConfig, out: Path) -> dict[str, Any]:
     """What caching adds to the teacher's forward pass (head included), and distilled steps against plain ones."""
     device = pick_device(config.device)
     config = distill.with_teacher(config, out, ALONE, device)
     teacher = open_teacher(config.teacher, config.engine, device)
     data = prepare_data(config.data, print)
-    result: dict[str, Any] = {"device": device_name(device)}
+    result: dict[str, Any] = {"on": device_name(device)}
     for estimator in Estimator:
         settings = replace(config, cache=replace(config.cache, estimator=estimator))
         maker = CacheMaker(out / "unused", settings, 1, teacher, data)
@@ -230,8 +218,8 @@ def speed(config: DistillConfig, out: Path) -> dict[str, Any]:
                 for rows in token_chunks(len(hidden), default_chunk(device.type, len(matrix))):
                     _ = hidden[rows] @ matrix.t()
 
-        plain = clock(forward, device)
-        both = clock(lambda maker=maker, batch=batch: maker.rows(batch, 0)[0].cpu(), device)
+        plain = wall_seconds(forward, device)
+        both = wall_seconds(lambda maker=maker, batch=batch: maker.rows(batch, 0)[0].cpu(), device)
         result[f"caching {estimator.value}"] = {
             "forward_tokens_per_second": tokens / plain,
             "caching_tokens_per_second": tokens / both,
@@ -253,7 +241,7 @@ def speed(config: DistillConfig, out: Path) -> dict[str, Any]:
         }
     result["training"] = result["distilled"]["tokens_per_second"] / result["ce"]["tokens_per_second"]
     result["reading"] = reading(cache, device)
-    (out / "speed.json").write_text(json.dumps(result, indent=1))
+    write(out / "speed.json", result)
     return result
 
 
@@ -261,10 +249,10 @@ def reading(cache: Cache, device: torch.device) -> dict[str, float]:
     """Positions a second of reading random samples, and of unpacking them on the device."""
     count = min(cache.samples, 64)
     order = torch.randperm(cache.samples)[:count].numpy()
-    read = clock(lambda: cache.read(order), torch.device("cpu"))
+    read = wall_seconds(lambda: cache.read(order), torch.device("cpu"))
     packed = cache.read(order)
     words, starts = packed.words.to(device), packed.starts.to(device)
-    unpack = clock(lambda: decode(cache.layout, words, starts, cache.length), device)
+    unpack = wall_seconds(lambda: decode(cache.layout, words, starts, cache.length), device)
     positions = count * cache.length
     return {"read_positions_per_second": positions / read, "unpack_positions_per_second": positions / unpack}
 

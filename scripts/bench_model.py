@@ -13,16 +13,12 @@ the time to build all masks of a batch, as a share of the step.
 """
 
 import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from measure import wall_seconds, write
 
 from lowbit.configs.compose import compose
 from lowbit.configs.schema import ModelConfig, MoeConfig
@@ -125,10 +121,7 @@ def measure(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
     def masks() -> list[Any]:
         return [prepare_mask(rule, case.batch, case.length, device, window or None) for window in windows]
 
-    for _ in range(3):
-        step()
-        masks()
-    seconds, building = (statistics.median(timed(part, device) for _ in range(steps)) for part in (step, masks))
+    seconds, building = (wall_seconds(part, device, steps, warm_up=3) for part in (step, masks))
     tokens_per_second = tokens.numel() / seconds
     parts = parameter_parts(case.config, VOCAB)
     return {
@@ -142,18 +135,6 @@ def measure(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
         "mask": round(building / seconds, 5),
         "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
     }
-
-
-def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds that it takes, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    kept: Any = work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    assert kept is None or isinstance(kept, (list, Tensor))
-    return time.perf_counter() - start
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -180,8 +161,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             f"  {row['against_causal']:>5} of causal  mask {row['mask']:.2%}  {row['active'] / 1e6:,.0f} of "
             f"{row['parameters'] / 1e6:,.0f} million active"
         )
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    args.out.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    write(args.out, {"rows": rows})
     return rows
 
 

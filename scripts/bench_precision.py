@@ -9,13 +9,13 @@ The model, its blocks compiled, and the LM head; no optimizer. Inputs are random
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import write
 
 from lowbit.configs.schema import MlpKind, ModelConfig, PrecisionConfig
 from lowbit.models.lm_head import lm_head_loss
@@ -127,7 +127,7 @@ def main() -> None:
         if same:
             rows[-1]["over_bf16"] = round(rows[-1]["ms"] / same[0]["ms"], 3)
         print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
-    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    write(args.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ variants take turns, so that clocks and heat are the same for all; inputs are no
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import print_table, where, write
 from torch import Tensor, nn
 
 from lowbit.models.layers import Linear
@@ -266,23 +265,11 @@ def bench_table(tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    """A table with one line a row; a new heading where the columns change."""
-    heading: list[str] = []
-    for row in rows:
-        if list(row) != heading:
-            heading = list(row)
-            same = [r for r in rows if list(r) == heading]
-            widths = [max(len(key), *(len(str(r[key])) for r in same)) for key in heading]
-            print("\n" + "  ".join(key.ljust(w) for key, w in zip(heading, widths, strict=True)).rstrip())
-        print("  ".join(str(row[key]).ljust(w) for key, w in zip(heading, widths, strict=True)).rstrip())
-
-
 def bench_fp8(args: argparse.Namespace) -> dict[str, Any]:
     """See the module's docstring."""
     if args.table:
         rows = bench_table(args.tokens)
-        print_rows(rows)
+        print_table(rows)
         chip = "H200" if "H200" in torch.cuda.get_device_name() else torch.cuda.get_device_name()
         print("\nrows of lowbit/quant/backends/measured.py:")
         for r in rows:
@@ -294,8 +281,8 @@ def bench_fp8(args: argparse.Namespace) -> dict[str, Any]:
         layers += bench_layer(args.tokens, width, out)
         parts += [{"size": f"{width}x{out}", **row} for row in bench_parts(args.tokens, width, out)]
         torch.cuda.empty_cache()
-    print_rows(layers)
-    print_rows(parts)
+    print_table(layers)
+    print_table(parts)
     why = missing_engine()
     if why is not None:
         print(f"\nTransformer Engine was not timed: {why}")
@@ -318,11 +305,8 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_quant needs a CUDA device")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    head = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
-    print(" ".join(f"{key}={value}" for key, value in head.items()))
-    found = {"fp8": bench_fp8}[args.section](args)
-    args.out.write_text(json.dumps(head | found, indent=1))
+    print(" ".join(f"{key}={value}" for key, value in where().items()))
+    write(args.out, bench_fp8(args))
 
 
 if __name__ == "__main__":

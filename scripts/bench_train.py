@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from measure import write
+
 MEASURED_BF16 = 800e12
 
 SHAPE = [
@@ -192,7 +194,7 @@ def main() -> None:
     rows = BENCHES[args.bench](args, args.out)
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
-    (args.out / f"{args.bench}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    write(args.out / f"{args.bench}.json", {"rows": rows})
 
 
 if __name__ == "__main__":
