@@ -36,7 +36,9 @@ def generate(
     checkpoint: Checkpoint = "latest",
 ) -> None:
     """Generate text with a trained model."""
-    from lowbit.infer.engine import Generator
+    from lowbit.infer.embedded import EmbeddedSampler
+    from lowbit.infer.requests import Request
+    from lowbit.infer.sampling import SamplingConfig
     from lowbit.trainer.loaded import load_run
     from lowbit.trainer.memory import explain_out_of_memory
 
@@ -52,25 +54,17 @@ def generate(
                 "room for another: shorten the prompt"
             )
         max_tokens = min(max_tokens, longest - len(ids))
-        generator = Generator(loaded.model, tokenizer.eot_id)
+        sampler = EmbeddedSampler(loaded.model, tokenizer.eot_id, share=True)
+        sampling = SamplingConfig(temperature, top_k, top_p)
+        request = Request(tuple(ids), key=0, max_new_tokens=max_tokens, samples=num_samples)
         if stream and num_samples == 1:
-            tokens = generator.stream(
-                ids, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-            )
+            tokens = sampler.stream(request, sampling, seed=seed)
             print(text, end="", flush=True)
             for piece in pieces(tokens, tokenizer.decode, ids):
                 print(piece, end="", flush=True)
             print()
             return
-        completions = generator.generate(
-            [ids],
-            max_new_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            samples=num_samples,
-        )
+        [completions] = sampler.sample([request], sampling, seed=seed)
         for number, completion in enumerate(completions, start=1):
             if num_samples > 1:
                 print(f"--- sample {number} of {num_samples}")

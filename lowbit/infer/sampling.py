@@ -6,18 +6,27 @@ are ordered by token id. The logprob of a token is the logarithm of its probabil
 policy-gradient estimator needs. Temperature 0 takes the likeliest token; its distribution would be a
 point with logprob 0, so the logprob reported then is the model's own (temperature 1, all tokens).
 
-Noise is one uniform number a token, the hash of (seed, prompt index, position), inverted through the cumulative
-distribution: the same prompt gets the same text alone and in a batch, and no generator state exists.
+**Noise** is one uniform number a token, 53 bits of Philox (`quant/philox.py`) under the counter (position, sample,
+prompt's key) and the key (seed): the same bits on every device, and no generator state. It is inverted through the
+cumulative distribution. (Gumbel noise would cost a number for each entry of the vocabulary, and its logarithms differ
+between devices.) One inversion reads the probabilities twice: sums of 256 tokens first, then the one block that the
+number falls into. No step of it waits for the device, and each is reproducible on a GPU, which `cumsum` is not: a
+running sum is a product with a triangle of ones.
 """
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lowbit.errors import ConfigError
+from lowbit.quant.philox import MASK, philox4x32
+
+BLOCK = 256
+"""Tokens that are summed first."""
+_PURPOSE = 0x5A3D1E77
+"""Mixed into the key, so that these words are none of a quantiser's."""
 
 
 @dataclass(frozen=True)
@@ -54,38 +63,68 @@ def sampling_logprobs(logits: Tensor, config: SamplingConfig) -> Tensor:
         ordered[..., config.top_k :] = float("-inf")
     if config.top_p < 1:
         probability = ordered.double().softmax(-1)
-        before = _cumulative(probability) - probability
+        before = running_sum(probability) - probability
         beyond = before >= config.top_p
         beyond[..., 0] = False
         ordered = ordered.masked_fill(beyond, float("-inf"))
     return torch.empty_like(logits).scatter_(-1, index, ordered.log_softmax(-1))
 
 
-def _cumulative(probability: Tensor) -> Tensor:
-    """Running sum of each row. CUDA's is not bitwise reproducible, and PyTorch refuses it where that was asked for."""
-    if probability.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return probability.cpu().cumsum(-1).to(probability.device)
-    return probability.cumsum(-1)
+def running_sum(x: Tensor) -> Tensor:
+    """Running sum of each row, FP64 [B, n]; the same bits every time, also on a GPU."""
+    if not x.is_cuda:
+        return x.cumsum(-1)
+    rows, n = x.shape
+    blocks = F.pad(x, (0, -n % BLOCK)).view(rows, -1, BLOCK)
+    inside = blocks @ _triangle(BLOCK, x.device)
+    totals = inside[..., -1]
+    before = totals @ _triangle(totals.shape[1], x.device) - totals
+    return (inside + before[..., None]).view(rows, -1)[:, :n]
 
 
-def uniform(seed: int, prompt: int, position: int) -> float:
-    """A number in [0, 1), 53 bits, that depends on its three keys alone."""
-    digest = hashlib.blake2b(f"{seed}:{prompt}:{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+def _triangle(n: int, device: torch.device) -> Tensor:
+    """Ones on and above the diagonal: x @ it is the running sum of x."""
+    return torch.ones(n, n, dtype=torch.float64, device=device).triu()
 
 
-def draw(logprobs: Tensor, noise: Sequence[float]) -> Tensor:
-    """Invert the cumulative distribution: logprobs [B, V], one uniform number a row -> token ids int64 [B]."""
-    cumulative = _cumulative(logprobs.double().exp())
-    # Scaled by the last entry, rounding cannot push the threshold beyond it; the first entry strictly above the
-    # threshold has positive probability.
-    threshold = torch.tensor(noise, dtype=torch.float64)[:, None].to(logprobs.device) * cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    return token.clamp_(max=logprobs.shape[-1] - 1)
+def uniforms(seed: int, key: Tensor, sample: Tensor, position: Tensor) -> Tensor:
+    """Numbers in [0, 1), FP64, 53 bits each; key, sample and position int64 that broadcast to the result's shape.
+
+    seed, key: 0..2**63-1. sample, position: 0..2**32-1.
+    """
+    counter = (position, sample, key & MASK, key >> 32)
+    seeds = torch.tensor([seed & MASK, (seed >> 32) ^ _PURPOSE], dtype=torch.int64, device=position.device)
+    high, low, _, _ = philox4x32(counter, (seeds[0], seeds[1]))
+    return ((high >> 5).double() * (1 << 26) + (low >> 6).double()) / (1 << 53)
 
 
-def choose(logits: Tensor, config: SamplingConfig, noise: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Next tokens of a batch: logits [B, V] -> (ids int64 [B], FP32 logprobs [B])."""
+def draw(logprobs: Tensor, noise: Tensor) -> Tensor:
+    """Invert the cumulative distribution: logprobs [B, V], noise FP64 [B] -> token ids int64 [B]."""
+    rows, n = logprobs.shape
+    p = F.pad(logprobs.exp(), (0, -n % BLOCK)).view(rows, -1, BLOCK)
+    sums = p.sum(-1, dtype=torch.float64)  # [B, blocks]
+    upto = running_sum(sums)
+    threshold = noise * upto[:, -1]
+    block = _first_beyond(upto, sums, threshold)
+    chosen = p.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0].double()  # [B, BLOCK]
+    inside = _first_beyond(running_sum(chosen), chosen, threshold - (upto - sums).gather(1, block[:, None])[:, 0])
+    return block * BLOCK + inside
+
+
+def _first_beyond(upto: Tensor, weights: Tensor, threshold: Tensor) -> Tensor:
+    """First index with a positive weight at which the running sum exceeds the threshold, else the last positive one.
+
+    All [B, n], the threshold [B] -> int64 [B].
+    """
+    index = torch.arange(weights.shape[1], device=weights.device)
+    positive = weights > 0
+    first = torch.where(positive & (upto > threshold[:, None]), index, weights.shape[1]).amin(-1)
+    last = torch.where(positive, index, 0).amax(-1)
+    return torch.minimum(first, last)
+
+
+def choose(logits: Tensor, config: SamplingConfig, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Next tokens of a batch: logits [B, V], noise FP64 [B] -> (ids int64 [B], FP32 logprobs [B])."""
     logprobs = sampling_logprobs(logits, config)
     token = logits.argmax(-1) if config.temperature == 0 else draw(logprobs, noise)
     return token, logprobs.gather(-1, token[:, None]).squeeze(-1)

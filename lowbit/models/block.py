@@ -105,14 +105,16 @@ class Attention(nn.Module):
         slot: int = 0,
     ) -> AttentionOutput:
         """x [B, T, width] -> [B, T, width] and more. `slot`: which of the cache's layers is this one's."""
+        if cache is not None:
+            q, *own = (self.queries(x, rope),) if self.borrows else self.project(x, rope)
+            y = cache.attend(slot, q, (own[0], own[1]) if own else None, mask)
+            return AttentionOutput(self.out(y.transpose(1, 2).flatten(2)), None, None, None)
         if borrowed is not None:
             q, (k, v) = self.queries(x, rope), borrowed
         else:
             q, k, v = self.project(x, rope)
-            if cache is not None:
-                k, v = cache.update(slot, k, v)
         loss = statistics = None
-        if self.z_weight and cache is None:
+        if self.z_weight:
             y, z = attention_with_z(q, k, v, mask)
             loss = self.z_weight * z.square().sum(1).mean()
             statistics = torch.stack((z.mean(), z.amax())).detach()

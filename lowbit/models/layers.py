@@ -196,31 +196,27 @@ class Embedding(nn.Module):
 
 
 class KVCache(Protocol):
-    """Keys and values of the tokens a sequence has seen; what `Transformer.forward` asks of a cache.
+    """Keys and values of the tokens that sequences have seen; what `Transformer.forward` asks of a cache.
 
-    The forward writes its T tokens of row b at lengths[b] .. lengths[b] + T - 1 and does not move `lengths`: only the
-    caller knows how many of a right-padded row are real. It moves them itself afterwards; what lies beyond a
-    row's length is never seen and is overwritten by the next tokens.
+    How they are stored is the cache's business (blocks, eight bits), so it attends to them itself.
     """
-
-    lengths: Tensor
-    """int64 [B]: tokens stored in each row, on the model's device."""
-
-    def extent(self, new_tokens: int) -> int:
-        """Slots S that hold the longest row and `new_tokens` more; raises ConfigError when there are fewer."""
-        ...
 
     def positions(self, new_tokens: int) -> Tensor:
         """Depth of the next T tokens of each row: int64 [B, T]."""
         ...
 
-    def mask(self, new_tokens: int, window: int | None) -> Tensor:
-        """Which slots the next T tokens see, of a layer with this window: bool [B, 1, T, S]."""
+    def mask(self, new_tokens: int, window: int | None) -> Any:
+        """What `attend` has to know of what the next T tokens see, in layers with this window."""
         ...
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, Hkv, T, D] of one layer behind each row's length; return all of them, [B, Hkv, S, D].
+    def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
+        """Store the next tokens' keys and values, where the layer has its own, and attend to all of the row's.
 
-        Layers are counted among those that have keys and values of their own.
+        Args:
+            layer: counted among those that have keys and values of their own. q: [B, H, T, D]. new: [B, Hkv, T, D]
+                each. mask: of `mask`.
+
+        Returns:
+            [B, H, T, D].
         """
         ...

@@ -20,13 +20,14 @@ they measured adds up in `take_measured`.
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.configs.schema import ModelConfig, Recompute
 from lowbit.errors import ConfigError, DataError
-from lowbit.models.attention import AttentionMask, prepare_mask
+from lowbit.models.attention import prepare_mask
 from lowbit.models.block import KV, Block, BlockOutput, Rope
 from lowbit.models.cost import head_dim_of, kv_owners, kv_source, mup_ratio, vocab_rows_of, window_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, state_buffers
@@ -155,7 +156,7 @@ class Transformer(nn.Module):
             raise ConfigError(f"a sequence of {length} tokens exceeds model.max_sequence={self.config.max_sequence}")
         if cache is not None and visibility is not None:
             raise DataError("a KV cache is causal: pass visibility or cache, not both")
-        masks: dict[int, AttentionMask] = {}
+        masks: dict[int, Any] = {}
         for window in set(self._windows):
             if cache is not None:
                 masks[window] = cache.mask(length, window or None)
@@ -169,18 +170,17 @@ class Transformer(nn.Module):
         hidden: Tensor = self.final_norm(self._through_blocks(self.embed(tokens), masks, rope, cache))
         return hidden if self._output_scale == 1 else hidden * self._output_scale
 
-    def _through_blocks(self, x: Tensor, masks: dict[int, AttentionMask], rope: Rope, cache: KVCache | None) -> Tensor:
+    def _through_blocks(self, x: Tensor, masks: dict[int, Any], rope: Rope, cache: KVCache | None) -> Tensor:
         self._auxiliary = None
         kept: dict[int, KV] = {}  # of the layers that others borrow from
         outputs = []
         for layer, block in enumerate(self.blocks):
             source = self._sources[layer]
-            borrowed = kept[source] if source != layer else None
             mask = masks[self._windows[layer]]
             if cache is None:
-                out = block(x, mask, rope, borrowed)
+                out = block(x, mask, rope, kept[source] if source != layer else None)
             else:  # generation's shapes change with every token: it runs the block as written, never the compiled one
-                out = block.forward(x, mask, rope, borrowed, cache, self._slots[layer])
+                out = block.forward(x, mask, rope, None, cache, self._slots[layer])
             x = out.x
             if out.kv is not None:
                 kept[layer] = out.kv
@@ -245,8 +245,10 @@ class Transformer(nn.Module):
     def compile_blocks(self) -> None:
         """Compile each block in place (one graph serves all of a kind); names of parameters stay as they are.
 
-        A block whose experts are spread over ranks is cut where its tokens travel.
+        A block whose experts are spread over ranks is cut where its tokens travel. Graphs of a model before this one,
+        as in a sweep, are let go: they would count against the compiler's limit.
         """
+        torch.compiler.reset()
         for block in self.blocks:
             whole = not any(isinstance(module, Moe) and module.spread is not None for module in block.modules())
             block.compile(fullgraph=whole, dynamic=False)

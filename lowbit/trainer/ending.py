@@ -7,7 +7,9 @@ from pathlib import Path
 
 from lowbit.configs.schema import EvalConfig
 from lowbit.data.tokenizer import Tokenizer
-from lowbit.infer.engine import Generator
+from lowbit.infer.embedded import EmbeddedSampler
+from lowbit.infer.requests import Request
+from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.console import duration
 from lowbit.trainer.loaded import shown_path
@@ -20,8 +22,9 @@ def sample_text(model: Transformer, tokenizer: Tokenizer, settings: EvalConfig) 
     """The prompt of the settings, and up to `sample_tokens` tokens that the model continues it with."""
     prompt = [tokenizer.eot_id, *tokenizer.encode(settings.sample_prompt)]
     length = min(settings.sample_tokens, model.config.max_sequence - len(prompt))
-    generator = Generator(model, tokenizer.eot_id)
-    [completion] = generator.generate([prompt], max_new_tokens=length, temperature=0.8, top_p=0.95, seed=1)
+    sampler = EmbeddedSampler(model, tokenizer.eot_id, share=True, graphs=False)
+    request = Request(tuple(prompt), key=0, max_new_tokens=length)
+    [[completion]] = sampler.sample([request], SamplingConfig(temperature=0.8, top_p=0.95), seed=1)
     whole = tokenizer.decode([*prompt, *completion.tokens])  # a token's text may depend on the one before it
     return settings.sample_prompt + whole[len(tokenizer.decode(prompt)) :]
 

@@ -14,7 +14,8 @@ from lowbit.cli.generate import generate, pieces
 from lowbit.configs.schema import ModelConfig, RunConfig
 from lowbit.data.tokenizer import bytes_tokenizer
 from lowbit.errors import ConfigError
-from lowbit.infer.engine import Generator
+from lowbit.infer import embedded
+from lowbit.infer.requests import Request
 from lowbit.trainer import loaded as loading
 
 
@@ -69,14 +70,17 @@ def test_text_is_printed_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) 
     printed = io.StringIO()
     seen = []
 
-    def stream(self: Generator, prompt: list[int], **settings: object) -> Iterator[int]:
-        for token in b"abc":
-            seen.append(printed.getvalue())
-            yield token
+    class Stub:
+        def __init__(self, *arguments: object, **settings: object) -> None: ...
+
+        def stream(self, request: Request, *arguments: object, **settings: object) -> Iterator[int]:
+            for token in b"abc":
+                seen.append(printed.getvalue())
+                yield token
 
     loaded = SimpleNamespace(model=None, tokenizer=bytes_tokenizer(), config=RunConfig())
     monkeypatch.setattr(loading, "load_run", lambda *arguments: loaded)
-    monkeypatch.setattr(Generator, "stream", stream)
+    monkeypatch.setattr(embedded, "EmbeddedSampler", Stub)
     monkeypatch.setattr(sys, "stdout", printed)
     generate(Path("run"), prompt="x", top_k=None)
     assert seen == ["x", "xa", "xab"] and printed.getvalue() == "xabc\n"
@@ -85,14 +89,17 @@ def test_text_is_printed_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) 
 def test_a_prompt_longer_than_the_model_and_more_tokens_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def stream(self: Generator, prompt: list[int], **settings: object) -> Iterator[int]:
-        asked.append(settings["max_new_tokens"])
-        return iter(b"abc")
+    class Stub:
+        def __init__(self, *arguments: object, **settings: object) -> None: ...
+
+        def stream(self, request: Request, *arguments: object, **settings: object) -> Iterator[int]:
+            asked.append(request.max_new_tokens)
+            return iter(b"abc")
 
     config = RunConfig(model=ModelConfig(max_sequence=8))
     loaded = SimpleNamespace(model=None, tokenizer=bytes_tokenizer(), config=config)
     monkeypatch.setattr(loading, "load_run", lambda *arguments: loaded)
-    monkeypatch.setattr(Generator, "stream", stream)
+    monkeypatch.setattr(embedded, "EmbeddedSampler", Stub)
     generate(Path("run"), prompt="123456", top_k=None)
     assert asked == [1], "the separator, six bytes, and one more"
     with pytest.raises(ConfigError, match=r"8 tokens.*max_sequence=8.*shorten the prompt"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.errors import ConfigError
-from lowbit.infer.sampling import SamplingConfig, choose, draw, sampling_logprobs, uniform
+from lowbit.infer.sampling import BLOCK, SamplingConfig, choose, draw, running_sum, sampling_logprobs, uniforms
 
 
 def _reference(logits: list[float], temperature: float, top_k: int | None, top_p: float) -> list[float]:
@@ -43,52 +43,98 @@ def test_low_temperatures_stay_finite() -> None:
     logits = torch.randn(3, 40) * 50
     got = sampling_logprobs(logits, SamplingConfig(1e-30))
     assert torch.equal(got.argmax(-1), logits.argmax(-1)) and not bool(got.isnan().any())
-    assert torch.equal(draw(got, [0.0, 0.5, 1 - 2**-53]), logits.argmax(-1))
+    noise = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert torch.equal(draw(got, noise), logits.argmax(-1))
 
 
-def test_draws_follow_the_distribution() -> None:
-    logprobs = torch.tensor([[0.5, 0.0, 0.3, 0.2]]).log()
-    n = 20_000
-    tokens = draw(logprobs.expand(n, -1), [uniform(1, 2, position) for position in range(n)])
-    share = torch.bincount(tokens, minlength=4) / n
-    for got, expected in zip(share.tolist(), [0.5, 0.0, 0.3, 0.2], strict=True):
-        assert abs(got - expected) <= 4 * (expected * (1 - expected) / n) ** 0.5
+def _noise(count: int, seed: int = 1) -> torch.Tensor:
+    return uniforms(seed, torch.tensor(2), torch.tensor(3), torch.arange(count))
 
 
-def test_draws_never_leave_the_support() -> None:
-    logprobs = torch.tensor([float("-inf"), 0.5, float("-inf"), 0.5, float("-inf")]).log()
-    logprobs[[1, 3]] = math.log(0.5)
-    logprobs = torch.where(logprobs.isnan(), float("-inf"), logprobs)
-    for noise, token in ((0.0, 1), (0.4999, 1), (0.5001, 3), (1 - 2**-53, 3)):
-        assert draw(logprobs[None], [noise]).item() == token
+@pytest.mark.parametrize("vocab", [4, BLOCK, 3 * BLOCK + 17])
+def test_draws_follow_the_distribution(vocab: int) -> None:
+    """Chi-square over the likely tokens, wherever they lie among the blocks."""
+    n = 40_000
+    logprobs = (3 * torch.randn(vocab)).log_softmax(-1)
+    logprobs[1] = float("-inf")
+    logprobs = logprobs.log_softmax(-1)
+    tokens = torch.cat([draw(logprobs.expand(1000, -1), part) for part in _noise(n).split(1000)])
+    p = logprobs.double().exp()
+    counts = torch.bincount(tokens, minlength=vocab).double()
+    assert counts[1] == 0
+    likely = n * p >= 5
+    parts = torch.cat((n * p[likely], n * p[~likely].sum()[None]))
+    found = torch.cat((counts[likely], counts[~likely].sum()[None]))
+    chi = float(((found - parts).square() / parts.clamp(min=1e-9))[parts > 0].sum())
+    freedom = int(likely.sum())
+    assert chi < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_noise_depends_on_each_key() -> None:
-    values = {uniform(seed, prompt, position) for seed in range(9) for prompt in range(9) for position in range(9)}
-    assert len(values) == 9**3 and all(0 <= value < 1 for value in values)
-    assert uniform(1, 23, 4) != uniform(12, 3, 4)
-    assert uniform(5, 6, 7) == uniform(5, 6, 7)
+@pytest.mark.parametrize("place", [0, 3, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
+def test_draws_never_leave_the_support(place: int) -> None:
+    logprobs = torch.full((2 * BLOCK + 10,), float("-inf"))
+    others = [place, (place + 7) % len(logprobs)]
+    logprobs[others] = math.log(0.5)
+    low, high = sorted(others)
+    for noise, token in ((0.0, low), (0.4999, low), (0.5001, high), (1 - 2**-53, high)):
+        assert draw(logprobs[None], torch.tensor([noise], dtype=torch.float64)).item() == token
+
+
+def test_running_sums() -> None:
+    x = torch.rand(3, 1000, dtype=torch.float64)
+    assert torch.equal(running_sum(x), x.cumsum(-1))
+
+
+def test_noise_depends_on_each_key_and_is_uniform() -> None:
+    seeds = [
+        uniforms(seed, torch.arange(9)[:, None, None], torch.arange(9)[:, None], torch.arange(9)) for seed in (1, 2)
+    ]
+    values = torch.stack(seeds).flatten()
+    assert len(set(values.tolist())) == 2 * 9**3
+    assert bool(((values >= 0) & (values < 1)).all())
+    big = [
+        uniforms(s, torch.tensor(k), torch.tensor(0), torch.tensor(0)) for s, k in ((5, 1 << 40), (1 << 40, 5), (5, 5))
+    ]
+    assert len(set(map(float, big))) == 3
+    many = _noise(50_000)
+    counts = torch.bincount((many * 20).long(), minlength=20).double()
+    assert float(((counts - 2500).square() / 2500).sum()) < 19 + 4 * 38**0.5
+    assert abs(float((many[1:] * many[:-1]).mean()) - 0.25) < 0.005, "neighbours are independent"
+
+
+def test_where_each_key_goes() -> None:
+    """The counter and key as the module's docstring has them (Philox itself is tested in tests/quant)."""
+    from lowbit.quant.philox import philox4x32
+
+    words = philox4x32(tuple(torch.tensor(n) for n in (7, 3, 5, 1)), (torch.tensor(11), torch.tensor(2 ^ 0x5A3D1E77)))
+    expected = ((int(words[0]) >> 5) * (1 << 26) + (int(words[1]) >> 6)) / (1 << 53)
+    assert float(uniforms((2 << 32) | 11, torch.tensor((1 << 32) | 5), torch.tensor(3), torch.tensor(7))) == expected
 
 
 def test_greedy_takes_the_likeliest_and_reports_the_models_own_logprob() -> None:
     logits = torch.randn(4, 30)
-    token, logprob = choose(logits, SamplingConfig(0.0, top_k=2, top_p=0.1), [0.1] * 4)
+    token, logprob = choose(logits, SamplingConfig(0.0, top_k=2, top_p=0.1), torch.full((4,), 0.1, dtype=torch.float64))
     assert torch.equal(token, logits.argmax(-1))
     torch.testing.assert_close(logprob, logits.log_softmax(-1).amax(-1))
 
 
 @pytest.mark.gpu
-def test_a_deterministic_run_can_sample_on_a_gpu() -> None:
+@pytest.mark.parametrize(
+    "settings", [SamplingConfig(0.8, top_p=0.9), SamplingConfig(1.0), SamplingConfig(0.7, top_k=40)]
+)
+def test_a_gpu_draws_the_same_tokens(settings: SamplingConfig) -> None:
+    """With the same noise, bit for bit, also where PyTorch is asked for reproducible kernels only."""
     generator = torch.Generator().manual_seed(1)
-    logits, noise = torch.randn(8, 1000, generator=generator), [i / 8 for i in range(8)]
-    settings = SamplingConfig(0.8, top_p=0.9)
-    expected, _ = choose(logits, settings, noise)
+    logits, noise = torch.randn(64, 1000, generator=generator), _noise(64)
+    assert torch.equal(uniforms(1, *(torch.tensor(n).cuda() for n in (2, 3)), torch.arange(64).cuda()).cpu(), noise)
+    expected, logprobs = choose(logits, settings, noise)
     torch.use_deterministic_algorithms(True)
     try:
-        found, _ = choose(logits.cuda(), settings, noise)
+        found, theirs = choose(logits.cuda(), settings, noise.cuda())
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(found.cpu(), expected)
+    torch.testing.assert_close(theirs.cpu(), logprobs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lowbit.configs.schema import MlpKind, ModelConfig, OptimizerKind, Recompute
-from lowbit.infer.cache import StaticKVCache
+from lowbit.infer.cache import PagedCache
+from lowbit.infer.kv_codec import KvCodec, KvFormat
 from lowbit.models.cost import (
     flops_per_token,
     kv_cache_bytes_per_token,
@@ -97,9 +98,8 @@ def test_flops_by_hand() -> None:
 
 
 def test_kv_cache_bytes_of_a_real_cache() -> None:
-    cache = StaticKVCache(TINY, 3, 50, torch.bfloat16, "cpu")
-    real = cache.keys.nbytes + cache.values.nbytes
-    assert real == 3 * 50 * kv_cache_bytes_per_token(TINY)
+    cache = PagedCache(TINY, 3, 50, KvCodec.of(KvFormat.bf16, torch.float32), "cpu")
+    assert cache.nbytes == 3 * 50 * kv_cache_bytes_per_token(TINY)
     assert kv_cache_bytes_per_token(TINY, 4) == 2 * kv_cache_bytes_per_token(TINY)
 
 

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from lowbit.configs.schema import GateKind, MlpKind, ModelConfig, MoeConfig, NormPlacement, QkNormScope, Recompute
 from lowbit.errors import ConfigError
-from lowbit.infer.engine import Generator
+from lowbit.infer.embedded import EmbeddedSampler
+from lowbit.infer.requests import Request
+from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.cost import flops_per_token, parameter_parts, training_memory
 from lowbit.models.layers import frozen_weights
 from lowbit.models.moe import Moe
@@ -231,17 +233,23 @@ def test_recomputation_changes_nothing(recompute: Recompute) -> None:
         assert torch.equal(ours, plain)
 
 
+def _greedy(model: Transformer, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """The likeliest tokens behind each prompt."""
+    requests = [Request(tuple(prompt), key, new) for key, prompt in enumerate(prompts)]
+    found = EmbeddedSampler(model, None).sample(requests, SamplingConfig(0.0), seed=0)
+    return [sample.tokens for [sample] in found]
+
+
 def test_generation_is_that_of_the_whole_sequence() -> None:
     """Every token alone goes where it went among others, also beside another row and with frozen weights."""
     model = _model(dataclasses.replace(_with(first_dense=1, capacity=0.1), init_std=0.3))
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
-    completions = Generator(model, None).generate(prompts, max_new_tokens=8, temperature=0.0)
-    for prompt, completion in zip(prompts, completions, strict=True):
-        text = [*prompt, *completion.tokens]
+    for prompt, tokens in zip(prompts, _greedy(model, prompts, 8), strict=True):
+        text = [*prompt, *tokens]
         with torch.no_grad():
             hidden = model(torch.tensor([text]))[0]
             logits = hidden @ model.head_weight[:VOCAB].t()
-        assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == completion.tokens
+        assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == tokens
 
 
 def test_bf16_model_and_frozen_experts() -> None:

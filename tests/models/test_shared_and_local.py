@@ -10,8 +10,11 @@ from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig, Recompute
 from lowbit.errors import ConfigError
-from lowbit.infer.cache import StaticKVCache
-from lowbit.infer.engine import Generator
+from lowbit.infer.cache import PagedCache
+from lowbit.infer.embedded import EmbeddedSampler
+from lowbit.infer.kv_codec import KvCodec, KvFormat
+from lowbit.infer.requests import Request
+from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.attention import dense_mask
 from lowbit.models.cost import attention_flops_per_token, kv_cache_bytes_per_token, parameter_parts
 from lowbit.models.probe import softmax_saturation
@@ -96,16 +99,22 @@ def test_equal_to_the_spelled_out_model(layout: str, packed: bool) -> None:
     torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def _greedy(model: Transformer, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """The likeliest tokens behind each prompt."""
+    requests = [Request(tuple(prompt), key, new) for key, prompt in enumerate(prompts)]
+    found = EmbeddedSampler(model, None).sample(requests, SamplingConfig(0.0), seed=0)
+    return [sample.tokens for [sample] in found]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_generation_is_that_of_the_whole_sequence(layout: str) -> None:
     model = _model(**LAYOUTS[layout])
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
-    completions = Generator(model, None).generate(prompts, max_new_tokens=12, temperature=0.0)
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for prompt, tokens in zip(prompts, _greedy(model, prompts, 12), strict=True):
         with torch.no_grad():
-            hidden = model(torch.tensor([[*prompt, *completion.tokens]]))[0]
+            hidden = model(torch.tensor([[*prompt, *tokens]]))[0]
         logits = hidden @ model.head_weight[:VOCAB].t()
-        assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == completion.tokens
+        assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == tokens
 
 
 def test_costs() -> None:
@@ -114,8 +123,8 @@ def test_costs() -> None:
     count = {name: p.numel() for name, p in model.named_parameters()}
     assert parts.total == sum(count.values())
     assert parts.attention == sum(n for name, n in count.items() if ".attention." in name and "norm" not in name)
-    cache = StaticKVCache(model.config, 3, 50, torch.bfloat16, "cpu")
-    assert cache.keys.nbytes + cache.values.nbytes == 3 * 50 * kv_cache_bytes_per_token(model.config)
+    cache = PagedCache(model.config, 3, 50, KvCodec.of(KvFormat.bf16, torch.float32), "cpu")
+    assert cache.nbytes == 3 * 50 * kv_cache_bytes_per_token(model.config)
     assert 2 * kv_cache_bytes_per_token(model.config) == kv_cache_bytes_per_token(CONFIG)
     local = dataclasses.replace(CONFIG, windows=[16, 0])
     # A query of 64 sees 32 keys on average; with a window of 16 the first 16 queries 8 on average, the others 16.

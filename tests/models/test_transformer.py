@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from lowbit.configs.schema import MlpKind, ModelConfig, Recompute, RopeConfig
 from lowbit.errors import ConfigError, DataError
-from lowbit.infer.cache import StaticKVCache
+from lowbit.infer.cache import PagedCache, View
+from lowbit.infer.kv_codec import KvCodec, KvFormat
 from lowbit.models.layers import Linear, RMSNorm, frozen_weights
 from lowbit.models.lm_head import lm_head_logits
 from lowbit.models.transformer import Transformer
@@ -341,4 +342,5 @@ def test_refused_inputs() -> None:
     with pytest.raises(DataError, match="visibility has shape"):
         model(_tokens(), causal(2, 22))
     with pytest.raises(DataError, match="not both"):
-        model(_tokens(), causal(2, 23), StaticKVCache(CONFIG, 2, 64, torch.float32, "cpu"))
+        cache = PagedCache(CONFIG, 9, 16, KvCodec.of(KvFormat.auto, torch.float32), "cpu")
+        model(_tokens(), causal(2, 23), View(cache, torch.ones(2, 4, dtype=torch.int64), torch.zeros(2).long()))

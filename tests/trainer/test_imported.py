@@ -22,7 +22,9 @@ from lowbit.configs.schema import (
 from lowbit.configs.validate import validate
 from lowbit.data.tokenizer import bytes_tokenizer, train_bpe
 from lowbit.errors import CheckpointError, ConfigError, DataError
-from lowbit.infer.engine import Generator
+from lowbit.infer.embedded import EmbeddedSampler
+from lowbit.infer.requests import Request
+from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.hf.config import Family
 from lowbit.models.hf.names import file_names
 from lowbit.models.hf.save import TABLES
@@ -42,6 +44,12 @@ def bpe_run(tiny_run: RunConfig) -> RunConfig:
     return replace(tiny_run, data=replace(tiny_run.data, tokenizer=tokenizer))
 
 
+def _greedy(model: Transformer, prompt: list[int]) -> list[int]:
+    """The twelve likeliest tokens behind a prompt."""
+    request = Request(tuple(prompt), 0, 12)
+    return EmbeddedSampler(model, None).sample([request], SamplingConfig(0.0), seed=0)[0][0].tokens
+
+
 def test_a_run_becomes_a_folder_that_others_read_and_comes_back(bpe_run: RunConfig, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,13 +64,13 @@ def test_a_run_becomes_a_folder_that_others_read_and_comes_back(bpe_run: RunConf
     assert theirs.encode("document 3\nword1 naïve 東京") == ours.tokenizer.encode("document 3\nword1 naïve 東京")
     assert theirs.eos_token_id == ours.tokenizer.eot_id
     prompt = [ours.tokenizer.eot_id, *ours.tokenizer.encode("document")]
-    expected = Generator(ours.model, None).generate([prompt], max_new_tokens=12, temperature=0.0)[0].tokens
+    expected = _greedy(ours.model, prompt)
     model = AutoModelForCausalLM.from_pretrained(out)
     generated = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert generated[0, len(prompt) :].tolist() == expected
 
     opened = load_run(out, device="cpu")  # the folder itself, as `lowbit generate` opens it
-    assert Generator(opened.model, None).generate([prompt], max_new_tokens=12, temperature=0.0)[0].tokens == expected
+    assert _greedy(opened.model, prompt) == expected
     assert opened.tokenizer.encode(TEXT) == ours.tokenizer.encode(TEXT)
 
     import_folder(out, tmp_path / "back")

@@ -1,0 +1,113 @@
+"""One decoding step, as written or as a CUDA graph.
+
+A step reads its slots' lines (`slots.py`), runs the model over one token of each, draws, and writes the lines on. All
+of it stays on the device, so a GPU can record it once and replay it with one launch: a step of a small model is some
+three hundred kernels of a few microseconds, and launching them one by one would take longer than they run. A graph is
+for one number of slots and one way of sampling, and knows addresses: lines, cache and weights are written in place.
+
+Recording executes nothing, but PyTorch wants to have run the code before. It does so on empty slots, which write to
+block 0.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.infer.cache import PagedCache, View
+from lowbit.infer.sampling import SamplingConfig, choose
+from lowbit.infer.slots import NOISE, PROMPT, STORED, TABLE, TOKEN, Slots
+from lowbit.infer.weights import HeldWeights
+from lowbit.models.layers import GroupedLinear
+from lowbit.models.transformer import Transformer
+
+WARMUPS = 2
+
+
+def bucket(rows: int, most: int) -> int:
+    """The number of slots that a step with so many rows computes: few different ones, at most `most`."""
+    size = 1
+    while size < rows:
+        size += size if size < 16 else 16 if size < 128 else 32
+    return min(size, most)
+
+
+@dataclass
+class Captured:
+    """A recorded step."""
+
+    graph: torch.cuda.CUDAGraph
+    values: Tensor
+
+
+class Steps:
+    """The steps of one set of slots."""
+
+    def __init__(self, model: Transformer, weights: HeldWeights, cache: PagedCache, slots: Slots, graphs: bool) -> None:
+        self.model, self.weights, self.cache, self.slots = model, weights, cache, slots
+        self._graphs = graphs and capturable(model)
+        self._captured: dict[tuple[int, SamplingConfig], Captured] = {}
+        self._memory: Any = None
+
+    def draw(self, hidden: Tensor, noise: Tensor, sampling: SamplingConfig) -> Tensor:
+        """The tokens behind hidden states [rows, width] and their logprobs: FP64 [rows, 2]."""
+        logits = head_logits(hidden, self.weights.head, self.model.vocab_size, self.model.config.logit_softcap)
+        token, logprob = choose(logits, sampling, noise)
+        return torch.stack((token.double(), logprob.double()), dim=1)
+
+    def run(self, size: int, table: int, sampling: SamplingConfig) -> Tensor:
+        """One step of the first `size` slots: FP64 [size, 2]. `table`: blocks of a row that are looked at."""
+        if not self._graphs:
+            return self._step(size, table, sampling)
+        captured = self._captured.get((size, sampling))
+        if captured is None:
+            captured = self._capture(size, table, sampling)
+        captured.graph.replay()
+        return captured.values
+
+    def _step(self, size: int, table: int, sampling: SamplingConfig) -> Tensor:
+        lines = self.slots.lines[:size]
+        stored, prompt = lines[:, STORED], lines[:, PROMPT]
+        view = View(self.cache, lines[:, TABLE : TABLE + table], stored)
+        hidden = self.model(lines[:, TOKEN, None], cache=view)[:, 0]  # [size, width]
+        place = (stored + 1 - prompt).clamp(0, self.slots.longest - 1)
+        values = self.draw(hidden, self.slots.noise[lines[:, NOISE], place], sampling)
+        lines[:, TOKEN] = values[:, 0].long()
+        lines[:, STORED] += prompt > 0
+        return values
+
+    def _capture(self, size: int, table: int, sampling: SamplingConfig) -> Captured:
+        lines = self.slots.lines
+        before = lines.clone()
+        lines.zero_()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUPS):
+                self._step(size, table, sampling)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            values = self._step(size, table, sampling)
+        self._memory = graph.pool()
+        lines.copy_(before)
+        self._captured[size, sampling] = captured = Captured(graph, values)
+        return captured
+
+
+def capturable(model: Transformer) -> bool:
+    """Whether a step never waits for the device: experts do in FP32, and where their products are quantised."""
+    experts = [module for module in model.modules() if isinstance(module, GroupedLinear)]
+    plain = all(type(module) is GroupedLinear for module in experts)
+    return not experts or (plain and model.compute_dtype is torch.bfloat16)
+
+
+def head_logits(hidden: Tensor, head: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
+    """FP32 logits [rows, vocab_size]; the sums of a BF16 product are not rounded to BF16 on a GPU."""
+    weight = head[:vocab_size].t()
+    if hidden.is_cuda and hidden.dtype is torch.bfloat16:
+        logits = torch.mm(hidden, weight, out_dtype=torch.float32)
+    else:
+        logits = (hidden @ weight).float()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

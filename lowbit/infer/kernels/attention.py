@@ -1,0 +1,174 @@
+"""Decoding attention over a cache in blocks, and the write into it: Triton kernels.
+
+One query a row, so attention reads each key and value once and multiplies little: what counts is that exactly the
+row's own tokens are read, in the bytes they are stored in. A program takes one head of keys (with all query heads that
+share it, padded to the 16 rows that a tensor core wants) and one piece of CHUNK tokens of one row; a second kernel
+puts the pieces together by their logsumexp:
+
+    o = sum_i exp(l_i - l) o_i,   l = log sum_i exp(l_i)                 (Flash-Decoding, T. Dao et al., 2023)
+
+Pieces are cut at fixed places, so a row's result is the same sum whatever else is in the batch, and the grid depends on
+the width of the table alone, so it can be part of a CUDA graph; programs beyond a row's end return at once.
+
+Codes of 8 bits go into the products as they are, BF16 holds them exactly; the keys' scales multiply the scores, the
+values' scales the probabilities.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Memory = tuple[Tensor, Tensor, Tensor, Tensor]
+
+CHUNK = 256
+"""Tokens of a piece."""
+
+
+@triton.jit
+def _store_one(x, memory, scales, at, place, D: tl.constexpr, LARGEST: tl.constexpr, INTEGER: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.arange(0, D)
+    number = tl.load(x + at + offsets)
+    if LARGEST == 0:
+        tl.store(memory + place * D + offsets, number.to(memory.dtype.element_ty))
+    else:
+        wide = number.to(tl.float32)
+        amax = tl.max(tl.abs(wide), axis=0)
+        inverse = tl.where(amax > 0, tl.div_rn(LARGEST * 1.0, amax), 0.0)
+        scaled = tl.minimum(tl.maximum(wide * inverse, -LARGEST), LARGEST)
+        if INTEGER:
+            scaled = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2**23: to the nearest integer, ties to even
+        tl.store(memory + place * D + offsets, scaled.to(memory.dtype.element_ty))
+        tl.store(scales + place, tl.div_rn(amax, LARGEST * 1.0))
+
+
+@triton.jit
+def _store_kernel(  # type: ignore[no-untyped-def]
+    k, v, keys, values, key_scales, value_scales, slots,
+    k_row, k_head, v_row, v_head,
+    HEADS: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, INTEGER: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.load(slots + row) * HEADS + head
+    _store_one(k, keys, key_scales, row * k_row + head * k_head, place, D, LARGEST, INTEGER)
+    _store_one(v, values, value_scales, row * v_row + head * v_head, place, D, LARGEST, INTEGER)
+
+
+def store(k: Tensor, v: Tensor, memory: Memory, slots: Tensor, largest: float | None) -> None:
+    """Write k, v [R, Hkv, D] to places int64 [R] of one layer; see `PagedCache.store`."""
+    keys, values, key_scales, value_scales = memory
+    rows, heads, dim = k.shape
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    _store_kernel[(rows, heads)](
+        k, v, keys, values, key_scales, value_scales, slots,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        HEADS=heads, D=dim, LARGEST=largest or 0.0, INTEGER=keys.dtype is torch.int8,
+        num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _piece_kernel(  # type: ignore[no-untyped-def]
+    q, keys, values, key_scales, value_scales, table, start, partial, logsums,
+    q_row, q_head, table_row, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    row, head, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length = tl.load(start + row).to(tl.int32) + 1
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    begin = piece * CHUNK
+    end = tl.minimum(begin + CHUNK, length)
+    if end <= tl.maximum(begin, first):
+        return
+    group, d, inside = tl.arange(0, PADDED), tl.arange(0, D), tl.arange(0, TILE)
+    query = tl.load(
+        q + row * q_row + (head * GROUP + group)[:, None] * q_head + d[None, :], mask=group[:, None] < GROUP, other=0.0
+    )
+    most = tl.full((PADDED,), float("-inf"), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    out = tl.zeros((PADDED, D), tl.float32)
+    for at in range(begin, end, TILE):
+        block = tl.load(table + row * table_row + at // BLOCK)
+        place = (block * BLOCK + at % BLOCK + inside) * HEADS + head
+        seen = (at + inside < length) & (at + inside >= first)
+        key = tl.load(keys + place[None, :] * D + d[:, None], mask=seen[None, :], other=0.0)
+        score = tl.dot(query, key.to(tl.float32).to(query.dtype), input_precision="ieee") * scale
+        if SCALED:
+            score = score * tl.load(key_scales + place, mask=seen, other=0.0)[None, :]
+        score = tl.where(seen[None, :], score, float("-inf"))
+        now = tl.maximum(most, tl.max(score, axis=1))
+        safe = tl.where(now == float("-inf"), 0.0, now)
+        p = tl.exp(score - safe[:, None])
+        shrink = tl.exp(most - safe)
+        total = total * shrink + tl.sum(p, axis=1)
+        if SCALED:
+            p = p * tl.load(value_scales + place, mask=seen, other=0.0)[None, :]
+        value = tl.load(values + place[:, None] * D + d[None, :], mask=seen[:, None], other=0.0)
+        value = value.to(tl.float32).to(query.dtype)
+        out = out * shrink[:, None] + tl.dot(p.to(query.dtype), value, input_precision="ieee")
+        most = now
+    line = (row * HEADS + head) * GROUP + group  # query heads, in order
+    kept = group < GROUP
+    tl.store(partial + (line * PIECES + piece)[:, None] * D + d[None, :], out / total[:, None], mask=kept[:, None])
+    tl.store(logsums + line * PIECES + piece, most + tl.log(total), mask=kept)
+
+
+@triton.jit
+def _join_kernel(  # type: ignore[no-untyped-def]
+    partial, logsums, start, out,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(start + row).to(tl.int32) + 1
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    d = tl.arange(0, D)
+    line = row * H + head
+    most = tl.load(logsums + line * PIECES + first // CHUNK)
+    total = 1.0
+    joined = tl.load(partial + (line * PIECES + first // CHUNK) * D + d)
+    for piece in range(first // CHUNK + 1, tl.minimum((length - 1) // CHUNK + 1, PIECES)):
+        logsum = tl.load(logsums + line * PIECES + piece)
+        now = tl.maximum(most, logsum)
+        old, new = tl.exp(most - now), tl.exp(logsum - now)
+        joined = joined * old + tl.load(partial + (line * PIECES + piece) * D + d) * new
+        total = total * old + new
+        most = now
+    tl.store(out + line * D + d, (joined / total).to(out.dtype.element_ty))
+
+
+def decode(
+    q: Tensor, memory: Memory, table: Tensor, start: Tensor, block: int, window: int, largest: float | None
+) -> Tensor:
+    """q [R, H, D], one token of each row, over the row's own keys, the token's included -> [R, H, D].
+
+    Args:
+        memory: of one layer. table: int64 [R, n], any row stride. start: int64 [R], tokens before this one.
+        block: tokens of a block. window: tokens that are seen, 0 for all. largest: of a code; None: no codes.
+    """
+    keys, values, key_scales, value_scales = memory
+    rows, heads, dim = q.shape
+    shared = keys.shape[-2]
+    pieces = -(-table.shape[1] * block // CHUNK)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    partial = torch.empty(rows, heads, pieces, dim, dtype=torch.float32, device=q.device)
+    logsums = torch.empty(rows, heads, pieces, dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
+    group = heads // shared
+    _piece_kernel[(rows, shared, pieces)](
+        q, keys, values, key_scales, value_scales, table, start, partial, logsums,
+        q.stride(0), q.stride(1), table.stride(0), 1 / math.sqrt(dim),
+        HEADS=shared, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), D=dim, BLOCK=block,
+        TILE=min(block, 64), CHUNK=CHUNK, PIECES=pieces, WINDOW=window, SCALED=largest is not None,
+        num_warps=4,
+    )  # fmt: skip
+    _join_kernel[(rows, heads)](
+        partial, logsums, start, out, H=heads, D=dim, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, num_warps=1
+    )
+    return out
