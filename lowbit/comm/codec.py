@@ -137,7 +137,8 @@ class IntCodec(Codec):
         x = _padded(x.float(), blocks * self.block).view(blocks, self.block)
         largest = x.abs().amax(1) if blocks else x.new_zeros(0)
         finite = largest.isfinite()  # amax is NaN where a value is
-        scale = torch.where(finite, largest / self.largest, torch.nan)
+        # By a tensor: a GPU divides by a number as it multiplies by its rounded inverse.
+        scale = torch.where(finite, largest / torch.full_like(largest, self.largest), torch.nan)
         inverse = torch.where(finite & (largest > 0), self.largest / largest, 0.0)
         codes = (x * inverse[:, None]).round_().nan_to_num_(0.0).clamp_(-self.largest, self.largest).to(torch.int8)
         if self.width == 4:

@@ -279,12 +279,16 @@ def _exponentials(z: Tensor) -> tuple[Tensor, Tensor]:
 def _chunk_on_gpu(
     logits: Tensor, teacher: SparseTargets, weights: Tensor, terms: DistillTerms, s: _Settings, gradient: bool
 ) -> tuple[_Slopes, Tensor | None, None]:
-    """Two passes over the chunk, each one kernel, and one kernel on [C, K]."""
+    """Two passes over the chunk, each one kernel, and a few on [C, K]."""
     lse, lse_tempered = compiled(_fused_lse)(logits, s.vocab_size, s.softcap, terms.temperature)
     at_ids = logits.gather(1, teacher.ids)
-    slopes, exact = compiled(_fused_slopes)(at_ids, lse, lse_tempered, teacher, weights, terms, s.softcap)
+    slopes, slope, z = compiled(_fused_slopes)(at_ids, lse, lse_tempered, teacher, terms, s.softcap)
     if not gradient:
         return slopes, None, None
+    # Not left to the compiler: that of torch 2.11 fails over three dimensions here, or finds a wrong sum.
+    same = teacher.ids[:, :, None] == teacher.ids[:, None, :]  # [C, K + 1, K + 1]
+    sparse = torch.where(same, slopes.at_ids[:, None, :], 0.0).sum(dim=2)
+    exact = compiled(_fused_exact)(z, lse, lse_tempered, slopes, sparse, slope, weights, terms.temperature)
     grad = compiled(_fused_dense)(
         logits, lse, lse_tempered, slopes.plain, slopes.tempered, weights, s.vocab_size, s.softcap, terms.temperature
     )
@@ -303,17 +307,27 @@ def _fused_slopes(
     lse: Tensor,
     lse_tempered: Tensor,
     teacher: SparseTargets,
-    weights: Tensor,
     terms: DistillTerms,
     softcap: float | None,
-) -> tuple[_Slopes, Tensor]:
-    """Losses and slopes, and the whole gradient at the ids [C, K + 1]: repeated ids have the same value each time."""
+) -> tuple[_Slopes, Tensor | float, Tensor]:
+    """Losses and slopes; the softcap's derivative and the logits behind it at the ids, [C, K + 1]."""
     z, slope, _ = capped_logits(at_ids, at_ids.shape[1], softcap)
-    slopes = _slopes(lse, lse_tempered, z, teacher, terms)
-    same = teacher.ids[:, :, None] == teacher.ids[:, None, :]  # [C, K + 1, K + 1]
-    sparse = torch.where(same, slopes.at_ids[:, None, :], 0.0).sum(dim=2)
-    exact = (_dense(z, lse, lse_tempered, slopes.plain, slopes.tempered, terms.temperature) + sparse) * slope
-    return slopes, torch.where(weights[:, None] != 0, exact * weights[:, None], 0.0)
+    return _slopes(lse, lse_tempered, z, teacher, terms), slope, z
+
+
+def _fused_exact(
+    z: Tensor,
+    lse: Tensor,
+    lse_tempered: Tensor,
+    slopes: _Slopes,
+    sparse: Tensor,
+    slope: Tensor | float,
+    weights: Tensor,
+    temperature: float,
+) -> Tensor:
+    """The whole gradient at the ids [C, K + 1]: repeated ids have the same value each time."""
+    exact = (_dense(z, lse, lse_tempered, slopes.plain, slopes.tempered, temperature) + sparse) * slope
+    return torch.where(weights[:, None] != 0, exact * weights[:, None], 0.0)
 
 
 def _fused_dense(

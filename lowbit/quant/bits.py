@@ -63,6 +63,15 @@ def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     return from_pattern(pattern(quotient))
 
 
+def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`, for what the forward of an `autograd.Function` returns.
+
+    Where nothing is to be converted, `x.to(dtype)` is x itself. The compiler of torch 2.11 then takes one tensor for two
+    outputs of the function, and the gradient of the one that is used arrives as zeros, without a word.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def round_to_bf16(x: Tensor) -> Tensor:
     """FP32 -> the nearest BF16 number (ties to even), still FP32. Overflow is infinity, NaN quiet."""
     bits = pattern(x)

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.quant.backends.base import Native
-from lowbit.quant.bits import round_to_bf16
+from lowbit.quant.bits import in_type, round_to_bf16
 from lowbit.quant.hadamard import unrotate
 from lowbit.quant.kernels import ops
 from lowbit.quant.philox import Product, Side, Stream
@@ -209,7 +209,7 @@ def forward_product(
     else:
         constants = [mean @ bf16_valued(weight, torch.float32).t() for weight in weights]  # [1, out]
         sums = [multiply(left, right, dtype, torch.float32, fast=True) for right in rights]
-        outputs = [(y + constant).to(dtype) for y, constant in zip(sums, constants, strict=True)]
+        outputs = [in_type(y + constant, dtype) for y, constant in zip(sums, constants, strict=True)]
     return Fprop(tuple(outputs), left, x, mean, transposed)
 
 

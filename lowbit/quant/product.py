@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowbit.quant.backends import NATIVE
 from lowbit.quant.backends.base import Native
-from lowbit.quant.bits import round_to_bf16
+from lowbit.quant.bits import in_type, round_to_bf16
 from lowbit.quant.hadamard import rotate
 from lowbit.quant.kernels import ops
 from lowbit.quant.philox import Stream
@@ -221,4 +221,4 @@ def multiply(
     for scale in scales:
         if scale is not None:
             product = product.float() * scale
-    return product.to(out_dtype)
+    return in_type(product, out_dtype)

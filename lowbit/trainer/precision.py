@@ -164,10 +164,7 @@ class RunPrecision:
         return describe_precision(self.config, self.policy, self.report, later)
 
     def _allow_graphs(self) -> None:
-        """Let the compiler make what the run needs of one block's code, with a gradient and without.
-
-        Dynamo gives up, or with `fullgraph` fails, after 8 graphs of a function: fewer than some switches need.
-        """
+        """Let the compiler make what the run needs of one block's code. With `fullgraph` it fails at its limit, 8."""
         layers = candidates(self.model)
         kinds: set[tuple[LinearPolicy, ...]] = set()
         for phase in self.policy.phases():
@@ -175,9 +172,10 @@ class RunPrecision:
             for name, policy in assign(phase, layers).items():
                 blocks.setdefault(name.split(".")[1], []).append(policy)
             kinds |= {tuple(policies) for policies in blocks.values()}
-        if len(kinds) > 1:
-            limit = 4 * len(kinds) + 4  # with and without gradient, without quantisation, and a shorter last batch
-            torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
+        # With and without a gradient, with a mask and purely causal, whole batches and a last one that is shorter; and
+        # the same without quantisation.
+        limit = 8 * (len(kinds) + 1)
+        torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
 
     # In time --------------------------------------------------------------------------------------------------
 

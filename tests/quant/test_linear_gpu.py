@@ -72,7 +72,7 @@ def test_experts_are_those_of_a_cpu(policy: LinearPolicy) -> None:
     results = []
     for device in ("cpu", "cuda"):
         layer.to(device).zero_grad()
-        given = x.to(device).requires_grad_()
+        given = x.to(device, copy=True).requires_grad_()
         y = layer(given, offsets_of(COUNTS).to(device))
         y.backward(dy.to(device))
         assert given.grad is not None and layer.weight.grad is not None

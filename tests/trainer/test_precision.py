@@ -357,12 +357,13 @@ def test_a_switch_compiles_each_policy_once_and_then_runs_the_new_one(small: Run
 def test_the_compiler_may_make_as_many_graphs_as_the_run_needs(small: RunConfig) -> None:
     """Its default, 8, is less than two phases of two kinds of block need, with and without gradients."""
     RunPrecision(replace(small, precision=precision(forward="nvfp4")), Transformer(small.model, 60))
-    assert torch._dynamo.config.recompile_limit == 8
+    assert torch._dynamo.config.recompile_limit >= 2 * 2 * 2 + 2 * 2
     switch = [PrecisionSwitch(at_step=2, forward="bf16", backward="mxfp8")]
     rules = [PrecisionRule(r"blocks\.0\..*", "bf16")]
     config = replace(small, model=replace(small.model, layers=3), precision=precision(forward="nvfp4", rules=rules))
     RunPrecision(replace(config, precision=replace(config.precision, switch=switch)), Transformer(config.model, 60))
-    assert torch._dynamo.config.recompile_limit >= 2 * 2 * 2 + 3, "and the unquantised forward of each, and another"
+    needed = 2 * 2 * 2 * 2 * 2 + 2 * 2
+    assert torch._dynamo.config.recompile_limit >= needed, "phases, kinds, gradients, masks, batches; unquantised ones"
 
 
 # Validation, checkpoints, generation --------------------------------------------------------------------------

@@ -143,7 +143,13 @@ def fp8_product(
     if recipe in ("tensor", "row"):
         return torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
     first, second = (_SCALING[kind] for kind in recipe.split("_"))
-    return F.scaled_mm(left, right, scale_a.t(), first, scale_b.t(), second, output_dtype=out_dtype)
+    return F.scaled_mm(left, right, _turned(scale_a), first, _turned(scale_b), second, output_dtype=out_dtype)
+
+
+def _turned(scales: Tensor) -> Tensor:
+    """The transposed view of a dense matrix, with the strides that cuBLAS asks for even where a dimension is 1."""
+    rows, columns = scales.shape
+    return scales.contiguous().as_strided((columns, rows), (1, columns))
 
 
 @fp8_product.register_fake

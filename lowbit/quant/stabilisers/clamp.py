@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from lowbit.configs.schema import ClampConfig
 from lowbit.errors import ConfigError
 from lowbit.models.layers import Linear
-from lowbit.quant.bits import divide
+from lowbit.quant.bits import divide, in_type
 from lowbit.quant.formats import INT8
 from lowbit.quant.linear import LowbitLinear
 
@@ -73,7 +73,7 @@ class _Square(torch.autograd.Function):
         first = first_level(up, bound)
         codes = torch.where(up.float() > bound, CLIPPED, first.nan_to_num(0.0)).to(torch.uint8)
         ctx.save_for_backward(codes, bound)
-        return (second_level(first) * divide(bound * bound, float(LEVELS))).to(up.dtype)
+        return in_type(second_level(first) * divide(bound * bound, float(LEVELS)), up.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from lowbit.configs.schema import OutControlConfig
 from lowbit.errors import ConfigError
+from lowbit.quant.bits import in_type
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.linear_products import (
     Call,
@@ -53,11 +54,17 @@ from lowbit.quant.taps import listening
 
 KEY = "precision.stabilisers.outcontrol"
 IN_MXFP8 = ProductPolicy(Operand(MXFP8), Operand(MXFP8))
+_OUTLIERS = {
+    (wgrad.quantised, alignment): LinearPolicy(IN_MXFP8, HIGH, wgrad, alignment)
+    for wgrad in (IN_MXFP8, HIGH)
+    for alignment in Alignment
+}
+"""Made here because the compiler of torch 2.11 does not make a policy inside an `autograd.Function`."""
 
 
 def policy_of_outliers(policy: LinearPolicy) -> LinearPolicy:
     """What the channels with outliers compute in; their dgrad is that of all channels."""
-    return LinearPolicy(IN_MXFP8, HIGH, IN_MXFP8 if policy.wgrad.quantised else HIGH, policy.alignment)
+    return _OUTLIERS[policy.wgrad.quantised, policy.alignment]
 
 
 class RetainedChannels(nn.Module):
@@ -171,7 +178,7 @@ def _forward(
 
 
 def _sums(ordinary: Fprop, retained: Fprop, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return tuple((a.float() + b.float()).to(dtype) for a, b in zip(ordinary.outputs, retained.outputs, strict=True))
+    return tuple(in_type(a.float() + b.float(), dtype) for a, b in zip(ordinary.outputs, retained.outputs, strict=True))
 
 
 class _Products(torch.autograd.Function):
