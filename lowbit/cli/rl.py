@@ -56,9 +56,10 @@ def _task() -> "Task":
         train(config, run_dir)
 
     def check(config: Any) -> None:
-        from lowbit.rl.precision import check_batch_invariant
+        from lowbit.infer.precision import check_sampler
+        from lowbit.quant.stages import resolve
 
         validate_rl(config)
-        check_batch_invariant(config.precision)
+        check_sampler(resolve(config.precision))
 
     return Task(RL, work, check)

@@ -26,7 +26,7 @@ from lowbit.models.transformer import Transformer
 from lowbit.rl.batches import Counting, Packed, counting, drawn_index, empty, pack_conversations, training_batch, weigh
 from lowbit.rl.losses import rejects
 from lowbit.rl.objective import read_logprobs
-from lowbit.rl.producer import Position, Producer, Weights
+from lowbit.rl.producer import Position, Producer
 from lowbit.rl.rollout import Conversation, Rollout, metrics_of
 from lowbit.trainer.engine import Engine, wants_compile
 
@@ -39,9 +39,8 @@ class RolloutLoader(Loader):
     def __init__(
         self,
         config: RlConfig,
-        producer: Producer,
+        make_producer: Callable[[], Producer],
         engine: Engine,
-        weights: Callable[[], Weights],
         *,
         fingerprint: str,
         filler: int,
@@ -49,11 +48,12 @@ class RolloutLoader(Loader):
         teacher: Transformer | None = None,
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`weights`: the trainer's by name, whole inside the context `whole`. `fingerprint`: of the task.
+        """`make_producer`: called once the weights are there. `fingerprint`: of the task. `filler`: id of empty places.
 
-        `filler`: id of empty places.
+        `whole`: inside it every rank has all weights.
         """
-        self.config, self.producer, self.engine, self.weights = config, producer, engine, weights
+        self.config, self.engine, self._make_producer = config, engine, make_producer
+        self._made: Producer | None = None
         self.fingerprint, self.filler = fingerprint, filler
         self.reference, self.teacher = reference, teacher
         self.whole = whole
@@ -66,6 +66,13 @@ class RolloutLoader(Loader):
         self._empty = 0
         self._row: dict[str, float] = {}
         self._full = wants_compile(config.engine.compile, engine.device)
+
+    @property
+    def producer(self) -> Producer:
+        """Where rollouts come from."""
+        if self._made is None:
+            self._made = self._make_producer()
+        return self._made
 
     # What the loop asks -----------------------------------------------------------------------------------------
 
@@ -108,7 +115,8 @@ class RolloutLoader(Loader):
 
     def close(self) -> None:
         """End what runs in the background."""
-        self.producer.close()
+        if self._made is not None:
+            self._made.close()
 
     # Rollouts ---------------------------------------------------------------------------------------------------
 
@@ -118,7 +126,7 @@ class RolloutLoader(Loader):
         while True:
             began = time.perf_counter()
             with self.whole():
-                self.producer.publish(self.weights, self.steps)
+                self.producer.publish(self.steps)
                 sync = time.perf_counter() - began
                 rollout = self._take()
             self._begun = self.steps

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowbit.configs.schema_rl import Advantage, RlConfig
 from lowbit.errors import LowbitError
-from lowbit.infer.requests import Sampler, WeightsReport
+from lowbit.infer.requests import WeightsReport
 from lowbit.rl.losses import group_outcome, scale_batch
 from lowbit.rl.rollout import Collector, Conversation, Rollout, counts_of
 from lowbit.rl.tasks import Split
@@ -110,17 +110,16 @@ class Drawing:
 
 
 class Producer:
-    """Draws when asked."""
+    """Draws when asked, with the trainer's very parameters."""
 
-    def __init__(self, drawing: Drawing, sampler: Sampler) -> None:
-        self.drawing, self.sampler = drawing, sampler
+    def __init__(self, drawing: Drawing) -> None:
+        self.drawing, self.sampler = drawing, drawing.collector.sampler
         self.position = Position()
         self.last_update: WeightsReport | None = None
 
-    def publish(self, weights: Callable[[], Weights], version: int) -> None:
-        """The trainer's weights are now these."""
-        if self.sampler.version != version or self.last_update is None:
-            self.last_update = self.sampler.update(weights(), version)
+    def publish(self, version: int) -> None:
+        """The trainer's weights are now of this version."""
+        self.last_update = self.sampler.update((), version)
 
     def take(self) -> Rollout:
         """The next rollout."""
@@ -141,8 +140,9 @@ class Producer:
 class AheadProducer(Producer):
     """Draws in a thread, at most `ahead` rollouts before they are taken."""
 
-    def __init__(self, drawing: Drawing, sampler: Sampler, ahead: int, seconds: float) -> None:
-        super().__init__(drawing, sampler)
+    def __init__(self, drawing: Drawing, weights: Callable[[], Weights], ahead: int, seconds: float) -> None:
+        super().__init__(drawing)
+        self._weights = weights
         self._ahead, self._seconds = ahead, seconds
         self._change = threading.Condition()
         self._waiting: deque[Rollout] = deque()
@@ -152,9 +152,9 @@ class AheadProducer(Producer):
         self._stop = False
         self._thread: threading.Thread | None = None
 
-    def publish(self, weights: Callable[[], Weights], version: int) -> None:
+    def publish(self, version: int) -> None:
         """Leave a copy for the thread, which takes the newest before each rollout."""
-        copies = [(name, tensor.detach().clone()) for name, tensor in weights()]
+        copies = [(name, tensor.detach().clone()) for name, tensor in self._weights()]
         with self._change:
             self._mail = (copies, version)
             self._change.notify_all()

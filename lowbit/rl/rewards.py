@@ -65,15 +65,21 @@ class _Worker:
         self.since = 0.0
         self._buffer = b""
         self.send({"task": asdict(task), "function": function})
+        self.flush()
 
     def send(self, message: object) -> int:
-        """Write a line; its bytes."""
+        """Put a line on its way, which goes with the next `flush`; its bytes."""
         assert self.process.stdin is not None
         line = json.dumps(message).encode() + b"\n"
         with suppress(BrokenPipeError):  # it died: noticed when its pipe is read
             self.process.stdin.write(line)
-            self.process.stdin.flush()
         return len(line)
+
+    def flush(self) -> None:
+        """Send what is on its way."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.flush()
 
     def done(self) -> int:
         """Number of the conversation that it has finished with, or never will."""
@@ -149,6 +155,7 @@ class RewardPool:
             turns, example = items[number]
             worker.waiting.append(number)
             worker.sizes.append(worker.send({"turns": list(turns), "example": example.as_dict()}))
+        worker.flush()
 
     def _listen(self, found: dict[int, Scored], queue: "deque[int]") -> None:
         """Take replies, until one comes or a deadline passes."""

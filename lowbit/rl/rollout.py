@@ -93,6 +93,28 @@ class Rollout:
         return Rollout(int(values["index"]), int(values["version"]), groups, dict(values["counts"]))
 
 
+def longest_conversation(config: RlConfig) -> int:
+    """Most tokens of a conversation."""
+    return min(config.model.max_sequence, config.data.sequence_length + 1)
+
+
+def check_prompts(config: RlConfig, task: Task, prompts: Prompts, count: int = 64) -> None:
+    """Look at some problems before anything is trained. Raises DataError when none fits the context."""
+    longest, new = longest_conversation(config), config.rollout.max_new_tokens
+    lengths = []
+    for number in range(count):
+        example = task.example(Split.train, config.seed, number)
+        if number == 0:
+            prompts.check_round_trip(example.prompt)
+        lengths.append(len(prompts.encode(example)))
+    if min(lengths) + new > longest:
+        raise DataError(
+            f"every one of {count} prompts is too long: the shortest has {min(lengths)} tokens, and with "
+            f"rollout.max_new_tokens={new} a context of {longest} (the lesser of model.max_sequence and "
+            f"data.sequence_length + 1) leaves room for {longest - new}"
+        )
+
+
 class Collector:
     """Draws conversations and has them checked."""
 
@@ -102,25 +124,8 @@ class Collector:
         self.prompts = prompts
         self.sampler = sampler
         self.rewards = rewards
-        self.longest = min(config.model.max_sequence, config.data.sequence_length + 1)
-        """Most tokens of a conversation."""
+        self.longest = longest_conversation(config)
         self._warned = False
-
-    def check_prompts(self, count: int = 64) -> None:
-        """Look at some problems before anything is trained. Raises DataError when none fits the context."""
-        room = self.longest - self.config.rollout.max_new_tokens
-        lengths = []
-        for number in range(count):
-            example = self.task.example(Split.train, self.config.seed, number)
-            if number == 0:
-                self.prompts.check_round_trip(example.prompt)
-            lengths.append(len(self.prompts.encode(example)))
-        if min(lengths) > room:
-            raise DataError(
-                f"every one of {count} prompts is too long: the shortest has {min(lengths)} tokens, and with "
-                f"rollout.max_new_tokens={self.config.rollout.max_new_tokens} a context of {self.longest} (the lesser "
-                f"of model.max_sequence and data.sequence_length + 1) leaves room for {room}"
-            )
 
     def draw(
         self, numbers: Sequence[int], split: Split, samples: int, *, greedy: bool = False

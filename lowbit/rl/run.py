@@ -9,13 +9,13 @@ The sampler has modules of its own, in its own precision, and the trainer's very
 new version of the weights is only quantised again. A sampler that draws ahead of the trainer has copies.
 """
 
-import copy
 import logging
 import math
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,17 +29,18 @@ from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Loader
 from lowbit.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer
 from lowbit.errors import CheckpointError, ConfigError, DataError
-from lowbit.infer.requests import Sampler
+from lowbit.infer.embedded import EmbeddedSampler
+from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
+from lowbit.quant.stages import resolve
 from lowbit.rl.loader import RolloutLoader
 from lowbit.rl.objective import PolicyGradient
-from lowbit.rl.precision import sampler_precision, trainer_precision
+from lowbit.rl.precision import trainer_precision
 from lowbit.rl.producer import AheadProducer, Drawing, Producer, Weights
 from lowbit.rl.prompts import Prompts
 from lowbit.rl.rewards import RewardPool
-from lowbit.rl.rollout import Collector
+from lowbit.rl.rollout import Collector, check_prompts
 from lowbit.rl.samples import SampleLog
-from lowbit.rl.sampling import GeneratorSampler
 from lowbit.rl.supervised import SupervisedLoader
 from lowbit.rl.tasks import Split, Task, fingerprint, make_task
 from lowbit.trainer.checkpoint import Snapshot
@@ -99,12 +100,6 @@ def run_config(config: RlConfig) -> RunConfig:
     return replace(plain, precision=trainer_precision(config.precision))
 
 
-def shared_copy(model: Transformer) -> Transformer:
-    """Modules of its own around the very same parameters and state."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared)
-
-
 class TaskRun(Pretraining):
     """A run on a task: evaluated by what the model answers, greedily, to held-out problems."""
 
@@ -113,7 +108,6 @@ class TaskRun(Pretraining):
         self.rl = config
         self.task = make_task(config.task)
         self.rewards: RewardPool | None = None
-        self.judge: Collector | None = None
         self.first_accuracy: float | None = None
 
     def _prepare_data(self) -> Dataset:
@@ -122,23 +116,28 @@ class TaskRun(Pretraining):
         self.rewards = RewardPool(self.rl.task, self.rl.reward)
         return cast(Dataset, data)
 
-    def _make_model(self) -> Transformer:
-        model = super()._make_model()
-        self.sampler_model = shared_copy(model)
-        RunPrecision(replace(self.config, precision=sampler_precision(self.rl.precision)), self.sampler_model)
-        return model
-
-    def _sampler(self, model: Transformer) -> Sampler:
-        return GeneratorSampler(model, self.data.tokenizer.eot_id)
-
-    def _collector(self, sampler: Sampler) -> Collector:
+    def _collector(self, share: bool) -> Collector:
+        """With a sampler of the trainer's very parameters, or of copies. The weights have to be there already."""
         assert self.rewards is not None
+        with self.whole():
+            sampler = EmbeddedSampler(
+                self.model,
+                self.data.tokenizer.eot_id,
+                resolve(self.rl.precision),
+                slots=self.rl.rollout.slots,
+                deterministic=self.config.deterministic,
+                share=share,
+            )
         return Collector(self.rl, self.task, self.prompts, sampler, self.rewards)
 
+    @cached_property
+    def judge(self) -> Collector:
+        """What evaluates, and what draws unless something draws ahead."""
+        return self._collector(share=True)
+
     def weights(self) -> Weights:
-        """The trainer's weights by name, whole where the caller has made them so (`whole`)."""
-        assert self.engine is not None
-        return [(name, parameter.detach()) for name, parameter in self.engine.model.named_parameters()]
+        """The trainer's weights and state by name, whole where the caller has made them so (`whole`)."""
+        return list(weights_and_state(self.model).items())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -149,12 +148,11 @@ class TaskRun(Pretraining):
 
     def _evaluate(self, last: bool) -> dict[str, float]:
         """Greedy answers to held-out problems, the same ones each time."""
-        assert self.judge is not None
         ranks, count = self.ranks, self.rl.task.examine
         size = self.task.size(Split.held_out)
         numbers = range(min(count, count if size is None else size))
         with self.whole():
-            self.judge.sampler.update(self.weights(), self.judge.sampler.version + 1)
+            self.judge.sampler.update((), self.judge.sampler.version)
             groups = self.judge.draw(numbers[ranks.rank :: ranks.world], Split.held_out, 1, greedy=True)
         self.judge.check(groups)
         flat = [c for group in groups for c in group]
@@ -181,8 +179,7 @@ class WarmStart(TaskRun):
     """Supervised steps on solved problems."""
 
     def _make_loader(self) -> Loader:
-        self.judge = self._collector(self._sampler(self.sampler_model))
-        self.judge.check_prompts()
+        check_prompts(self.rl, self.task, self.prompts)
         return SupervisedLoader(
             self.task,
             self.prompts,
@@ -249,22 +246,11 @@ class Reinforcement(TaskRun):
 
     def _make_loader(self) -> Loader:
         assert self.engine is not None
-        config = self.rl
-        sampler = self._sampler(self.sampler_model)
-        self.judge = self._collector(sampler)
-        self.ranks.first_does(self.judge.check_prompts)
-        if config.rollout.staleness:
-            ahead = self._collector(self._sampler(self._own_model()))
-            drawing = Drawing(config, ahead, self.ranks)
-            slots = config.rollout.staleness // config.rollout.updates
-            producer: Producer = AheadProducer(drawing, ahead.sampler, slots, config.rollout.seconds)
-        else:
-            producer = Producer(Drawing(config, self.judge, self.ranks), sampler)
+        self.ranks.first_does(lambda: check_prompts(self.rl, self.task, self.prompts))
         loader = RolloutLoader(
-            config,
-            producer,
+            self.rl,
+            self._make_producer,
             self.engine,
-            self.weights,
             fingerprint=self.data.fingerprint,
             filler=self.data.tokenizer.eot_id,
             reference=self._reference(),
@@ -274,12 +260,12 @@ class Reinforcement(TaskRun):
         loader.set_problems(self.task.size(Split.train))
         return loader
 
-    def _own_model(self) -> Transformer:
-        """A model with weights of its own, for a sampler that draws ahead."""
-        config = replace(self.config, precision=sampler_precision(self.rl.precision))
-        model = build_model(config, self.data.tokenizer.vocab_size, self.dtype, self.device)
-        RunPrecision(config, model)
-        return model.requires_grad_(False)
+    def _make_producer(self) -> Producer:
+        rollout = self.rl.rollout
+        if not rollout.staleness:
+            return Producer(Drawing(self.rl, self.judge, self.ranks))
+        drawing = Drawing(self.rl, self._collector(share=False), self.ranks)
+        return AheadProducer(drawing, self.weights, rollout.staleness // rollout.updates, rollout.seconds)
 
     def _reference(self) -> Transformer | None:
         """What the KL is to: another run, or what this one began with."""
