@@ -66,8 +66,8 @@ def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
 def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in `dtype`, for what the forward of an `autograd.Function` returns.
 
-    Where nothing is to be converted, `x.to(dtype)` is x itself. The compiler of torch 2.11 then takes one tensor for two
-    outputs of the function, and the gradient of the one that is used arrives as zeros, without a word.
+    Where nothing is to be converted, `x.to(dtype)` is x itself. The compiler of torch 2.11 then takes one tensor for
+    two outputs of the function, and the gradient of the one that is used arrives as zeros, without a word.
     """
     return x if x.dtype == dtype else x.to(dtype)
 
