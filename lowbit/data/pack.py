@@ -39,11 +39,11 @@ from lowbit.data.shards import (
     expected_files,
     open_packed,
     token_dtype,
-    write_stamps,
 )
 from lowbit.data.sources import Listing, list_source, read_documents
 from lowbit.data.storage import atomic_write, folder_lock, remove_leftovers
 from lowbit.data.tokenizer import Tokenizer
+from lowbit.data.verified import write_stamps
 from lowbit.data.worker import PackSettings, deaf_to_ctrl_c, pack_part, record_path, start_worker, work
 from lowbit.errors import ConfigError, DataError
 
@@ -300,8 +300,7 @@ def _finish(
         }
     content = [tokenizer.digest] + [sha for _, sha in expected_files(manifest).values()]
     manifest["content_sha256"] = _joined_sha256(content)
-    stats = {name: (folder / name).stat() for name in expected_files(manifest)}
-    write_stamps(folder, {name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()})
+    write_stamps(folder, list(expected_files(manifest)))
     atomic_write(folder / MANIFEST, [json.dumps(manifest, indent=1).encode() + b"\n"])
     for index in range(len(parts)):
         record_path(settings, index).unlink(missing_ok=True)

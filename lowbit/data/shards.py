@@ -6,11 +6,10 @@ A packed source is a folder of flat token files with a manifest:
     train-00000-0.bin ...  tokens of the training split, uint16 (uint32 when the vocabulary needs it), little-endian
     val-00000-0.bin ...    tokens of the held-out split
     train.documents, val.documents   int64 [documents + 1]: where each document begins in its split's token stream
-    stamps.json            size and modification time of each file as last verified
+    stamps.json            size and modification time of each file as last verified (`verified`)
 
 A split is one stream of tokens, shard after shard; each document is stored as its separator followed by its tokens.
-Opening reads the manifest and the files' sizes and times, never their tokens. A file of another size is an error; one
-whose time differs is read once and must match its SHA-256, which finds an edited shard and accepts a copied one.
+Opening reads the manifest and the files' sizes and times, never their tokens, unless a time has changed.
 """
 
 import json
@@ -23,13 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowbit.data.storage import atomic_write, file_sha256
 from lowbit.data.tokenizer import Tokenizer
+from lowbit.data.verified import check_files
 from lowbit.errors import DataError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-STAMPS = "stamps.json"
 SPLITS = ("train", "val")
 _REPACK = "delete the folder {folder} and run again to pack it anew"
 
@@ -126,7 +124,7 @@ def open_packed(
                     f"{folder / shard['file']} holds token id {shard['max_id']}, beyond the vocabulary of {vocab_size}"
                 )
                 raise DataError(f"{what}; {_REPACK.format(folder=folder)}")
-    _check_files(folder, manifest, verify, report)
+    check_files(folder, expected_files(manifest), _REPACK.format(folder=folder), verify=verify, report=report)
     dtype = np.dtype(manifest["dtype"])
     return PackedSource(folder, manifest, *(_open_split(folder, manifest[split], split, dtype) for split in SPLITS))
 
@@ -174,49 +172,6 @@ def expected_files(manifest: dict[str, Any]) -> dict[str, tuple[int, str]]:
         files.update({s["file"]: (s["tokens"] * item, s["sha256"]) for s in part["shards"]})
         files[documents_file(split)] = ((part["documents"] + 1) * 8, part["documents_sha256"])
     return files
-
-
-def _check_files(folder: Path, manifest: dict[str, Any], verify: bool, report: Callable[[str], None]) -> None:
-    stamps = _read_stamps(folder)
-    changed = False
-    for name, (size, sha256) in expected_files(manifest).items():
-        path = folder / name
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            raise DataError(f"{path} is missing; " + _REPACK.format(folder=folder)) from None
-        if stat.st_size != size:
-            raise DataError(
-                f"{path} is truncated or was changed: {stat.st_size} bytes, not {size}; "
-                + _REPACK.format(folder=folder)
-            )
-        stamp = [stat.st_size, stat.st_mtime_ns]
-        if not verify and stamps.get(name) == stamp:
-            continue
-        report(f"verifying {path}")
-        if file_sha256(path) != sha256:
-            raise DataError(
-                f"{path} was edited or damaged: its SHA-256 is not the manifest's; " + _REPACK.format(folder=folder)
-            )
-        stamps[name], changed = stamp, True
-    if changed:
-        try:
-            write_stamps(folder, stamps)
-        except DataError:  # a read-only folder: verified again next time
-            report(f"cannot write {folder / STAMPS}: files will be verified again next time")
-
-
-def _read_stamps(folder: Path) -> dict[str, list[int]]:
-    try:
-        stamps = json.loads((folder / STAMPS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return stamps if isinstance(stamps, dict) else {}
-
-
-def write_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
-    """Remember the size and modification time of verified files."""
-    atomic_write(folder / STAMPS, [json.dumps(stamps, sort_keys=True).encode()])
 
 
 def _open_split(folder: Path, part: dict[str, Any], split: str, dtype: np.dtype[Any]) -> TokenStream:

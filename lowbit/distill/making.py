@@ -40,13 +40,13 @@ from lowbit.distill.shards import (
     MANIFEST,
     Cache,
     Shard,
-    check_hash,
-    check_size,
     layout_of,
     open_cache,
     read_manifest,
     record_name,
+    require_hash,
     require_same,
+    require_size,
     shard_name,
     shard_size,
     token_checksums,
@@ -162,7 +162,7 @@ class CacheMaker:
         """The record of a shard that is there, in its size."""
         try:
             shard = Shard(**json.loads((self.folder / record_name(number)).read_text(encoding="utf-8")))
-            check_size(self.folder, shard)
+            require_size(self.folder, shard)
             return shard
         except (OSError, ValueError, TypeError, DataError):
             return None
@@ -212,7 +212,7 @@ class CacheMaker:
                 shard = self._record(number)
                 try:
                     if shard is not None and number not in ours:
-                        check_hash(self.folder, shard)
+                        require_hash(self.folder, shard)
                 except DataError as error:
                     logger.warning("%s", error)
                     shard = None

@@ -30,12 +30,13 @@ from torch import Tensor
 from lowbit.configs.schema_distill import Estimator
 from lowbit.configs.stored import flatten
 from lowbit.data.batch import Batch
-from lowbit.data.storage import atomic_write, file_sha256
+from lowbit.data.storage import atomic_write
+from lowbit.data.verified import check_files, check_hash, check_size, write_stamps
 from lowbit.distill.codec import Layout
 from lowbit.errors import DataError
 
 FORMAT = "lowbit.kdcache/1"
-MANIFEST, STAMPS = "manifest.json", "stamps.json"
+MANIFEST = "manifest.json"
 MAGIC = b"LBKD0001"
 _AGAIN = "delete the folder and run `lowbit distill cache` again, or give another cache.path"
 
@@ -105,8 +106,12 @@ def write_shard(
 
 def write(path: Path, pieces: Iterable[bytes]) -> None:
     """`atomic_write` whose errors name this command's setting."""
+    _naming_the_cache(lambda: atomic_write(path, pieces))
+
+
+def _naming_the_cache(work: Callable[[], None]) -> None:
     try:
-        atomic_write(path, pieces)
+        work()
     except DataError as error:
         raise DataError(str(error).replace("data.cache_dir", "cache.path")) from error
 
@@ -117,12 +122,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_stamp(folder: Path, names: Sequence[str]) -> None:
-    """Remember files as they are: they were just written or verified."""
-    stamps = _read_stamps(folder)
-    for name in names:
-        stat = (folder / name).stat()
-        stamps[name] = [stat.st_size, stat.st_mtime_ns]
-    write_json(folder / STAMPS, stamps)
+    """`write_stamps` whose errors name this command's setting."""
+    _naming_the_cache(lambda: write_stamps(folder, names))
 
 
 # Manifest -----------------------------------------------------------------------------------------------------
@@ -272,44 +273,16 @@ def open_cache(folder: Path, *, verify: bool = False, report: Callable[[str], No
     cache = Cache(folder, manifest)
     if sum(shard.samples for shard in cache.shards) != cache.samples:
         raise DataError(f"{folder / MANIFEST} was edited: its shards do not hold {cache.samples} samples; {_AGAIN}")
-    stamps = _read_stamps(folder)
-    fresh = []
-    for shard in cache.shards:
-        if not verify and check_size(folder, shard) == stamps.get(shard.file):
-            continue
-        report(f"verifying {folder / shard.file}")
-        check_hash(folder, shard)
-        fresh.append(shard.file)
-    if fresh:
-        try:
-            write_stamp(folder, fresh)
-        except DataError:  # a read-only folder: verified again next time
-            report(f"cannot write {folder / STAMPS}: shards will be verified again next time")
+    files = {shard.file: (shard.bytes, shard.sha256) for shard in cache.shards}
+    check_files(folder, files, _AGAIN, verify=verify, report=report)
     return cache
 
 
-def check_size(folder: Path, shard: Shard) -> list[int]:
-    """The shard's stamp. Raises DataError when it is missing or of another size."""
-    path = folder / shard.file
-    try:
-        stat = path.stat()
-    except OSError:
-        raise DataError(f"{path} is missing; {_AGAIN}") from None
-    if stat.st_size != shard.bytes:
-        raise DataError(f"{path} is truncated or was changed: {stat.st_size} bytes, not {shard.bytes}; {_AGAIN}")
-    return [stat.st_size, stat.st_mtime_ns]
+def require_size(folder: Path, shard: Shard) -> None:
+    """Raises DataError when a shard is missing or of another size."""
+    check_size(folder / shard.file, shard.bytes, _AGAIN)
 
 
-def check_hash(folder: Path, shard: Shard) -> None:
+def require_hash(folder: Path, shard: Shard) -> None:
     """Read a shard. Raises DataError when it is not the one that was written."""
-    check_size(folder, shard)
-    if file_sha256(folder / shard.file) != shard.sha256:
-        raise DataError(f"{folder / shard.file} was edited or damaged: its SHA-256 is not the manifest's; {_AGAIN}")
-
-
-def _read_stamps(folder: Path) -> dict[str, list[int]]:
-    try:
-        stamps = json.loads((folder / STAMPS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return stamps if isinstance(stamps, dict) else {}
+    check_hash(folder / shard.file, shard.bytes, shard.sha256, _AGAIN)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from lowbit.configs.schema import DataConfig, SourceConfig, SourceKind
 from lowbit.data import pack
-from lowbit.data.shards import STAMPS, PackedSource
+from lowbit.data.shards import PackedSource
 from lowbit.data.sources import list_source
 from lowbit.data.tokenizer import Tokenizer, bytes_tokenizer
+from lowbit.data.verified import STAMPS
 from lowbit.errors import DataError
 
 

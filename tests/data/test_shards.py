@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from packing import config_for, pack_corpus, write_corpus
 
-from lowbit.data import shards
-from lowbit.data.shards import MANIFEST, STAMPS, open_packed, write_stamps
+from lowbit.data import shards, verified
+from lowbit.data.shards import MANIFEST, open_packed
 from lowbit.data.tokenizer import bytes_tokenizer
+from lowbit.data.verified import STAMPS, write_stamps
 from lowbit.errors import DataError
 
 
@@ -98,8 +99,8 @@ def test_a_copy_is_verified_once(folder: Path, tmp_path: Path, monkeypatch: pyte
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy, copy_function=shutil.copy)  # new modification times
     read: list[Path] = []
-    whole = shards.file_sha256
-    monkeypatch.setattr(shards, "file_sha256", lambda p: read.append(p) or whole(p))
+    whole = verified.file_sha256
+    monkeypatch.setattr(verified, "file_sha256", lambda p: read.append(p) or whole(p))
     assert open_packed(copy).digest == open_packed(folder).digest
     assert len(read) == len(shards.expected_files(shards.read_manifest(copy)))
     read.clear()
@@ -142,7 +143,7 @@ def test_a_billion_tokens_open_at_once(tmp_path: Path) -> None:
     manifest = {"format": 1, "dtype": "<u2", "vocab_size": 257, "content_sha256": "", "train": train, "val": val}
     (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "tokenizer_digest": bytes_tokenizer().digest}))
     names = [p.name for p in tmp_path.iterdir() if p.name not in (MANIFEST, STAMPS)]
-    write_stamps(tmp_path, {n: [(tmp_path / n).stat().st_size, (tmp_path / n).stat().st_mtime_ns] for n in names})
+    write_stamps(tmp_path, names)
     began = time.process_time()
     packed = open_packed(tmp_path, bytes_tokenizer())
     packed.train.read(999_999_000, 1_000_000_000)

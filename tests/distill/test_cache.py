@@ -18,10 +18,11 @@ from lowbit.configs.stored import save_config
 from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import SampleOrder
+from lowbit.data.verified import STAMPS
 from lowbit.distill import shards
 from lowbit.distill.codec import decode
 from lowbit.distill.making import CacheMaker
-from lowbit.distill.shards import MANIFEST, STAMPS, Cache, open_cache, read_manifest, token_checksums
+from lowbit.distill.shards import MANIFEST, Cache, open_cache, read_manifest, token_checksums
 from lowbit.distill.teacher import Teacher, open_teacher
 from lowbit.errors import ConfigError, DataError, NonFiniteError
 from lowbit.trainer.exported import export, open_weights
