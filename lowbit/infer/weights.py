@@ -69,9 +69,7 @@ class HeldWeights:
     def require_current(self) -> None:
         """Raises WeightsError when shared masters have changed since the last update, or an update failed."""
         if self.broken is not None:
-            raise WeightsError(
-                f"the sampler's weights are unusable since an update failed ({self.broken}): update again"
-            )
+            raise WeightsError(f"the sampler's last update failed ({self.broken}): update it again before sampling")
         if self.shared and self._versions() != self._seen:
             raise WeightsError("the trainer's weights have changed since the sampler's last update: call update first")
 
