@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.configs.schema import SourceConfig
+from lowbit.data.hints import did_you_mean
 from lowbit.data.readers import missing_field
-from lowbit.data.storage import nearest
 from lowbit.errors import DataError
 
 
@@ -38,7 +38,7 @@ def dataset_identity(config: SourceConfig) -> str:
         plain = config.split.isidentifier() and config.split != "all"  # "train[:10%]" and "a+b" are left to datasets
         if files and plain and config.split not in {str(k) for k in files}:
             raise DataError(
-                f"data set {config.path!r} has no split {config.split!r}{nearest(config.split, map(str, files))}"
+                f"data set {config.path!r} has no split {config.split!r}{did_you_mean(config.split, map(str, files))}"
             )
         details = [builder.config_id, {str(k): [[str(f) for f in v], v.origin_metadata] for k, v in files.items()}]
     text = json.dumps([Path(config.path).name, details], sort_keys=True, default=str)
@@ -93,7 +93,7 @@ def _open(config: SourceConfig) -> Any:
         raise _unreadable(config, error) from error
     if isinstance(rows, datasets.DatasetDict):
         if config.split not in rows:
-            raise DataError(f"data set {config.path!r} has no split {config.split!r}{nearest(config.split, rows)}")
+            raise DataError(f"data set {config.path!r} has no split {config.split!r}{did_you_mean(config.split, rows)}")
         rows = rows[config.split]
     return rows
 

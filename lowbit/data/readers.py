@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lowbit.data.storage import nearest
+from lowbit.data.hints import did_you_mean
 from lowbit.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
@@ -131,7 +131,8 @@ def _field(row: dict[str, Any], text_field: str, where: str) -> Iterator[str]:
 
 def missing_field(text_field: str, fields: Any, where: str) -> DataError:
     """The message for a row or table without the wanted field."""
-    return DataError(f"{where} has no field {text_field!r}{nearest(text_field, [str(f) for f in fields])} (text_field)")
+    hint = did_you_mean(text_field, [str(f) for f in fields])
+    return DataError(f"{where} has no field {text_field!r}{hint} (text_field)")
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[str]:

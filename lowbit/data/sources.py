@@ -19,8 +19,8 @@ from pathlib import Path
 
 from lowbit.configs.schema import SourceConfig, SourceKind
 from lowbit.data.conversations import read_lines
+from lowbit.data.hints import did_you_mean
 from lowbit.data.readers import SUFFIXES, decode_utf8, is_readable, read_file
-from lowbit.data.storage import nearest
 from lowbit.errors import DataError
 
 _STDLIB_SKIP = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "Icons"})
@@ -167,4 +167,4 @@ def _local_files(name: str, path: str) -> list[tuple[Path, Path]]:
         root = Path(os.path.commonpath([p.parent for p in files]))
         return [(p, root) for p in files]
     siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
-    raise DataError(f"data source {name!r}: {place} does not exist{nearest(place.name, siblings)}")
+    raise DataError(f"data source {name!r}: {place} does not exist{did_you_mean(place.name, siblings)}")

@@ -5,7 +5,6 @@ half of it, whether the writer was killed or the disk was full. Folders are lock
 releases when the owner dies: nobody has to judge whether a lock is stale.
 """
 
-import difflib
 import errno
 import fcntl
 import hashlib
@@ -115,14 +114,3 @@ def file_sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint with the names nearest to `name`, or all of them when few; empty without names."""
-    known = sorted(set(names))
-    if not known:
-        return ""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if close:
-        return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return "; there is " + ", ".join(repr(k) for k in known[:8]) + (", ..." if len(known) > 8 else "")

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowbit.data.storage import atomic_write, nearest, write_error
+from lowbit.data.hints import did_you_mean
+from lowbit.data.storage import atomic_write, write_error
 from lowbit.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -63,7 +64,7 @@ class Tokenizer:
         backend.encode_special_tokens = True  # special tokens written in a text are text
         vocab = backend.get_vocab(with_added_tokens=True)
         if eot not in vocab:
-            raise DataError(f"the tokenizer has no token {eot!r}{nearest(eot, vocab)} (data.tokenizer.eot)")
+            raise DataError(f"the tokenizer has no token {eot!r}{did_you_mean(eot, vocab)} (data.tokenizer.eot)")
         self._tokenizer = backend
         self.vocab_size = max(vocab.values()) + 1
         self.eot_id = int(vocab[eot])
@@ -277,7 +278,7 @@ def load_tokenizer(path: Path | str, eot: str | None = None) -> Tokenizer:
         return bytes_tokenizer()
     file = place / "tokenizer.json" if place.is_dir() else place
     if not file.is_file():
-        hint = nearest(file.name, [p.name for p in file.parent.iterdir()]) if file.parent.is_dir() else ""
+        hint = did_you_mean(file.name, [p.name for p in file.parent.iterdir()]) if file.parent.is_dir() else ""
         raise DataError(f"no tokenizer at {file}{hint}")
     definition = file.read_bytes()
     try:
