@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.configs.paths import with_absolute_paths
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.stored import load_config, save_config
 from lowbit.data.tokenizer import Tokenizer, load_tokenizer
@@ -129,7 +130,7 @@ def import_folder(folder: Path, run_dir: Path) -> RunConfig:
     store = CheckpointStore(run_dir / "checkpoints", weights.config.checkpoint, logger.warning)
     store.save(Snapshot(0, dict(weights.tensors), {}, meta=meta))
     store.wait()
-    save_config(weights.config, run_dir / "config.yaml")
+    save_config(with_absolute_paths(weights.config), run_dir / "config.yaml")
     return weights.config
 
 

@@ -6,7 +6,7 @@ with both values, and `resume_allow` accepts a kind of difference knowingly.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,32 +29,34 @@ def check_same(saved: Mapping[str, Any], expected: Mapping[str, Any], allow: Col
     Raises:
         CheckpointError: they differ in a kind that is not in `allow`; lists the differing fields and the override.
     """
-    differences: list[str] = []
-    kinds: list[str] = []
-    for kind in ResumeDifference:
-        if kind in allow:
-            continue
-        was, now = (flatten(json.loads(json.dumps({kind: side.get(kind)}))) for side in (saved, expected))
-        if kind is ResumeDifference.model:  # what a later version of lowbit added was at its default
-            was = {key: value for key, value in DEFAULTS.items() if key in now} | was
-        fields = [
-            field
-            for field in sorted(was.keys() | now.keys())
-            if field not in DISPLAY_ONLY and was.get(field, ABSENT) != now.get(field, ABSENT)
-        ]
-        if fields:
-            kinds.append(kind)
-            differences += [
-                f"{field}: {_show(was, field)} in the checkpoint, {_show(now, field)} now" for field in fields
-            ]
-    if not differences:
+    found = {
+        kind: differences(kind, saved.get(kind), expected.get(kind)) for kind in ResumeDifference if kind not in allow
+    }
+    kinds = [kind for kind, fields in found.items() if fields]
+    if not kinds:
         return
-    shown = "; ".join(differences[:SHOWN])
-    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     raise CheckpointError(
-        f"the checkpoint belongs to another run: {shown}{more}. To go on with the difference: "
-        f"'resume_allow=[{','.join([*allow, *kinds])}]'; to start anew: another run_name"
+        f"the checkpoint belongs to another run: {shorten([line for kind in kinds for line in found[kind]])}. To go on "
+        f"with the difference: 'resume_allow=[{','.join([*allow, *kinds])}]'; to start anew: another run_name"
     )
+
+
+def differences(kind: str, saved: Any, expected: Any) -> list[str]:
+    """Where two identities of a kind differ: a line a field, with both values."""
+    was, now = (flatten(json.loads(json.dumps({kind: side}))) for side in (saved, expected))
+    if kind == ResumeDifference.model:  # what a later version of lowbit added was at its default
+        was = {key: value for key, value in DEFAULTS.items() if key in now} | was
+    return [
+        f"{field}: {_show(was, field)} in the checkpoint, {_show(now, field)} now"
+        for field in sorted(was.keys() | now.keys())
+        if field not in DISPLAY_ONLY and was.get(field, ABSENT) != now.get(field, ABSENT)
+    ]
+
+
+def shorten(lines: Sequence[str]) -> str:
+    """The first few of many differences, and how many more there are."""
+    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return "; ".join(lines[:SHOWN]) + more
 
 
 def _show(values: Mapping[str, Any], field: str) -> str:

@@ -1,8 +1,10 @@
 """What a run starts from, and a run opened for use: its checkpoint, tokenizer, model and data."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
 from lowbit.trainer.engine import load_tensors
 from lowbit.trainer.hardware import compute_dtype, pick_device
+from lowbit.trainer.identity import differences, shorten
 from lowbit.trainer.imported import begin_from, config_of, require_vocabulary, tokenizer_of
 from lowbit.trainer.precision import RunPrecision
 from lowbit.trainer.stabilise import Stabilisers
@@ -33,6 +36,8 @@ class LoadedRun:
     model: Transformer
     tokenizer: Tokenizer
     step: int
+    data_was: Mapping[str, Any] | None = None
+    """What its checkpoint remembers of the data it was trained on (`Dataset.describe`)."""
 
 
 def load_run(
@@ -62,7 +67,7 @@ def load_run(
     precise.resume(saved, snapshot.step)
     load_tensors(weights_and_state(model), snapshot.model)
     stabilisers.resume(snapshot.stabilisers)
-    return LoadedRun(run_dir, config, model, tokenizer, snapshot.step)
+    return LoadedRun(run_dir, config, model, tokenizer, snapshot.step, snapshot.meta["identity"]["data"])
 
 
 def _load_hf(folder: Path, device: str, precision: PrecisionConfig | None) -> LoadedRun:
@@ -106,5 +111,12 @@ def build_model(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: 
 
 
 def dataset_of(run: LoadedRun) -> Dataset:
-    """The data a run was trained on, packed again if its shards are gone."""
-    return prepare_data(run.config.data, logger.info)
+    """The data a run was trained on, packed again if its shards are gone; a warning says when they have changed."""
+    data = prepare_data(run.config.data, logger.info)
+    if run.data_was is not None and (changed := differences("data", run.data_was, data.describe())):
+        logger.warning(
+            "the data are not those that %s was trained on (%s): what is held out now may have been trained on then",
+            run.run_dir,
+            shorten(changed),
+        )
+    return data

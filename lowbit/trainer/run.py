@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import lowbit
+from lowbit.configs.paths import with_absolute_paths
 from lowbit.configs.schema import EngineKind, RunConfig
 from lowbit.configs.stored import save_config
 from lowbit.data.dataset import Dataset, prepare_data
@@ -240,7 +241,7 @@ class Pretraining:
         return log or NoLog()
 
     def _fill_folder(self, position: Position) -> MetricsLog:
-        save_config(self.config, self.run_dir / "config.yaml")
+        save_config(with_absolute_paths(self.config), self.run_dir / "config.yaml")
         self.data.tokenizer.save(self.run_dir / "tokenizer")
         return MetricsLog(self.run_dir, self.config.logging, asdict(self.config), after_step=position.step)
 
