@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -357,7 +358,7 @@ def test_refusals() -> None:
 
 TWO_RANKS = """
 import sys, torch, torch.distributed as dist
-sys.path.insert(0, "tests/quant")
+sys.path.insert(0, sys.argv[4])
 from test_outcontrol import CONFIG, OutControl, Toy, batches
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
@@ -378,15 +379,15 @@ torch.save(toy.q.retained.order, sys.argv[3] + str(rank))
 
 
 @pytest.mark.dist
-def test_ranks_agree_on_the_sum_of_their_norms(tmp_path: "object") -> None:
+def test_ranks_agree_on_the_sum_of_their_norms(tmp_path: Path) -> None:
     """Each of two processes sees one of the micro-batches; both choose what one process would that saw both."""
     toy = Toy()
     ours = OutControl(CONFIG, toy.lowbit())
     steps_of(toy, ours, 3, 5)
     assert isinstance(toy.q.retained, RetainedChannels)
-    rendezvous = f"file://{tmp_path}/rendezvous"
+    rendezvous, here = f"file://{tmp_path}/rendezvous", str(Path(__file__).parent)
     jobs = [
-        subprocess.Popen([sys.executable, "-c", TWO_RANKS, str(rank), rendezvous, f"{tmp_path}/order"])
+        subprocess.Popen([sys.executable, "-c", TWO_RANKS, str(rank), rendezvous, f"{tmp_path}/order", here])
         for rank in range(2)
     ]
     assert [job.wait(timeout=120) for job in jobs] == [0, 0]

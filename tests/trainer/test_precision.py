@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_runs
 import torch
-from safetensors.torch import load_file
 
 from lowbit.cli.plan import plan
 from lowbit.configs.compose import compose
@@ -34,7 +34,7 @@ from lowbit.quant.presets import PRESETS
 from lowbit.trainer.evaluate import evaluate
 from lowbit.trainer.loaded import dataset_of, load_run
 from lowbit.trainer.precision import RunPrecision, check_precision, forward_in_words, plan_precision, rehearsal
-from lowbit.trainer.run import Pretraining, pretrain
+from lowbit.trainer.run import pretrain
 from lowbit.trainer.schedule import decaying, lr_scale
 
 
@@ -55,42 +55,13 @@ def small(tiny_run: RunConfig) -> RunConfig:
     )
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def losses(run_dir: Path) -> list[float]:
-    return [row["loss"] for row in rows(run_dir)]
-
-
-def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    folder = run_dir / "checkpoints" / f"step_{step:08d}"
-    return {f"{file.stem}/{name}": t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    return [row["loss"] for row in tiny_runs.rows(run_dir)]
 
 
 def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys() and len(left) > 10
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
-
-
-class Stop(Exception):
-    """A crash."""
-
-
-def pretrain_until(step: int, config: RunConfig, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train, and crash once the checkpoint of `step` is on the disk."""
-    save = Pretraining._save
-
-    def crash(self: Pretraining, position: Any) -> None:
-        save(self, position)
-        if position.step == step:
-            self.store.wait()
-            raise Stop
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Pretraining, "_save", crash)
-        with pytest.raises(Stop):
-            pretrain(config, run_dir)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -99,7 +70,7 @@ def test_every_recipe_learns(small: RunConfig, tmp_path: Path, name: str) -> Non
     result = pretrain(config, tmp_path / "run")
     found = losses(tmp_path / "run")
     assert all(map(math.isfinite, found)) and found[-1] < found[0] - 0.05
-    last = rows(tmp_path / "run")[-1]
+    last = tiny_runs.rows(tmp_path / "run")[-1]
     assert math.isfinite(result.val_bpb)
     assert ("val_bpb_bf16" in last) == PRESETS[name].fprop.quantised
     if PRESETS[name].fprop.quantised:
@@ -138,9 +109,9 @@ def test_recipes_learn_on_a_gpu_compiled_and_resume_exactly(
     pretrain(config, tmp_path / "whole")
     found = losses(tmp_path / "whole")
     assert all(map(math.isfinite, found)) and found[-1] < found[0] - 0.05
-    pretrain_until(4, config, tmp_path / "parts", monkeypatch)
+    tiny_runs.crash_after(4, config, tmp_path / "parts", monkeypatch)
     pretrain(config, tmp_path / "parts")
-    assert_equal(tensors(tmp_path / "whole", 6), tensors(tmp_path / "parts", 6))
+    assert_equal(tiny_runs.tensors(tmp_path / "whole", 6), tiny_runs.tensors(tmp_path / "parts", 6))
 
 
 # Randomness and time ------------------------------------------------------------------------------------------
@@ -170,7 +141,7 @@ def test_the_clock_ticks_with_steps_and_micro_batches(
     pretrain(config, tmp_path / "run")
     assert ticks == [[step, micro_batch, 0] for step in range(4) for micro_batch in range(2)]
     ticks.clear()
-    pretrain_until(2, config, tmp_path / "parts", monkeypatch)
+    tiny_runs.crash_after(2, config, tmp_path / "parts", monkeypatch)
     ticks.clear()
     pretrain(config, tmp_path / "parts")
     assert ticks == [[step, micro_batch, 0] for step in (2, 3) for micro_batch in range(2)]
@@ -199,9 +170,9 @@ def test_a_resumed_run_in_nvfp4_is_the_whole_run(
 ) -> None:
     config = replace(small, precision=precision(forward="nvfp4", backward="nvfp4"))
     pretrain(config, tmp_path / "whole")
-    pretrain_until(2, config, tmp_path / "parts", monkeypatch)
+    tiny_runs.crash_after(2, config, tmp_path / "parts", monkeypatch)
     pretrain(config, tmp_path / "parts")
-    assert_equal(tensors(tmp_path / "whole", 4), tensors(tmp_path / "parts", 4))
+    assert_equal(tiny_runs.tensors(tmp_path / "whole", 4), tiny_runs.tensors(tmp_path / "parts", 4))
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
 
 
@@ -218,16 +189,16 @@ def test_a_switch_holds_from_its_step_on_and_nothing_before_it_changes(
     with caplog.at_level("INFO", "lowbit"):
         pretrain(switching, tmp_path / "whole")
     assert "precision after step 3: from here on forward nvfp4" in caplog.text
-    assert_equal(tensors(tmp_path / "plain", 2), tensors(tmp_path / "whole", 2))
+    assert_equal(tiny_runs.tensors(tmp_path / "plain", 2), tiny_runs.tensors(tmp_path / "whole", 2))
     plain, whole = losses(tmp_path / "plain"), losses(tmp_path / "whole")
     assert plain[:3] == whole[:3] and all(a != b for a, b in zip(plain[3:], whole[3:], strict=True))
 
-    pretrain_until(4, switching, tmp_path / "parts", monkeypatch)
+    tiny_runs.crash_after(4, switching, tmp_path / "parts", monkeypatch)
     caplog.clear()
     with caplog.at_level("INFO", "lowbit"):
         pretrain(switching, tmp_path / "parts")
     assert "precision after" not in caplog.text and "precision of this run changes" not in caplog.text
-    assert_equal(tensors(tmp_path / "whole", 6), tensors(tmp_path / "parts", 6))
+    assert_equal(tiny_runs.tensors(tmp_path / "whole", 6), tiny_runs.tensors(tmp_path / "parts", 6))
     assert losses(tmp_path / "parts") == whole
 
 
@@ -239,7 +210,7 @@ def test_from_the_switch_on_it_is_a_run_in_the_other_precision(small: RunConfig,
     )
     other = replace(small, precision=precision(forward="mxfp8"), resume=str(tmp_path / "run/checkpoints/step_00000002"))
     pretrain(other, tmp_path / "other")
-    assert_equal(tensors(tmp_path / "run", 4), tensors(tmp_path / "other", 4))
+    assert_equal(tiny_runs.tensors(tmp_path / "run", 4), tiny_runs.tensors(tmp_path / "other", 4))
 
 
 def policies(run: RunPrecision) -> set[str]:
@@ -383,7 +354,7 @@ def test_validation_says_its_precision(small: RunConfig, tmp_path: Path) -> None
     assert next(iter(lowbit_layers(run.model).values())).clock.tolist() == [4, 0, 0]
     plain = Transformer(run.config.model, run.tokenizer.vocab_size)
     plain.load_state_dict(run.model.state_dict())
-    assert bpb(plain) == pytest.approx(rows(tmp_path / "run")[-1]["val_bpb_bf16"], rel=1e-9)
+    assert bpb(plain) == pytest.approx(tiny_runs.rows(tmp_path / "run")[-1]["val_bpb_bf16"], rel=1e-9)
     assert bpb(plain) != result.val_bpb
     assert forward_in_words(run.model) == "NVFP4_POW2_46 x NVFP4_POW2_46 and fp32"
     assert forward_in_words(plain) == "fp32"
@@ -513,7 +484,7 @@ def test_recomputation_changes_no_bit(small: RunConfig, tmp_path: Path) -> None:
     config = replace(small, max_steps=2, precision=precision(forward="nvfp4", backward="nvfp4"))
     pretrain(config, tmp_path / "kept")
     pretrain(replace(config, engine=replace(config.engine, recompute=Recompute.full)), tmp_path / "recomputed")
-    assert_equal(tensors(tmp_path / "kept", 2), tensors(tmp_path / "recomputed", 2))
+    assert_equal(tiny_runs.tensors(tmp_path / "kept", 2), tiny_runs.tensors(tmp_path / "recomputed", 2))
 
 
 def test_low_bit_layers_are_linears_to_everyone_else(small: RunConfig) -> None:
