@@ -23,7 +23,7 @@ from lowbit.configs.checks import (
 )
 from lowbit.configs.schema import CommKind, EngineKind, RunConfig, ScheduleKind
 from lowbit.configs.validate_data import check_data
-from lowbit.configs.validate_model import check_model
+from lowbit.configs.validate_model import MODEL_EXAMPLES, MODEL_RANGES, check_model
 from lowbit.configs.validate_precision import check_precision
 from lowbit.errors import ConfigError
 
@@ -32,37 +32,7 @@ RANGES: dict[str, Range] = {
     "max_steps": COUNT,
     "max_tokens": COUNT,
     "max_minutes": POSITIVE,
-    "model.layers": COUNT,
-    "model.width": COUNT,
-    "model.heads": COUNT,
-    "model.kv_heads": COUNT,
-    "model.head_dim": COUNT,
-    "model.mlp_width": COUNT,
-    "model.logit_softcap": POSITIVE,
-    "model.norm_eps": POSITIVE,
-    "model.max_sequence": COUNT,
-    "model.init_std": POSITIVE,
-    "model.mup_base_width": COUNT,
-    "model.vocab_multiple": COUNT,
-    "model.vocab_rows": COUNT,
-    "model.attention_z": NATURAL,
-    "model.moe.experts": NATURAL,
-    "model.moe.top_k": COUNT,
-    "model.moe.expert_width": COUNT,
-    "model.moe.shared": NATURAL,
-    "model.moe.first_dense": NATURAL,
-    "model.moe.gate_scale": POSITIVE,
-    "model.moe.balance_loss": NATURAL,
-    "model.moe.z_loss": NATURAL,
-    "model.moe.bias_rate": NATURAL,
-    "model.moe.capacity": POSITIVE,
-    "model.rope.theta": Range(1, open_low=True),
-    "model.rope.factor": Range(1),
-    "model.rope.original_sequence": COUNT,
-    "model.rope.low_freq_factor": POSITIVE,
-    "model.rope.high_freq_factor": POSITIVE,
-    "model.rope.beta_fast": POSITIVE,
-    "model.rope.beta_slow": POSITIVE,
+    **MODEL_RANGES,
     "data.tokenizer.vocab_size": COUNT,
     "data.tokenizer.train_bytes": COUNT,
     "data.sequence_length": COUNT,
@@ -118,11 +88,7 @@ EXAMPLES: dict[str, Any] = {
     "max_steps": 1000,
     "max_tokens": 10_000_000,
     "max_minutes": 10,
-    "model.head_dim": 64,
-    "model.logit_softcap": 30,
-    "model.mup_base_width": 256,
-    "model.vocab_rows": 151_936,
-    "model.moe.capacity": 1.25,
+    **MODEL_EXAMPLES,
     "optim.ema_decay": 0.999,
     "precision.stabilisers.oscireset.start_step": 8000,
 }

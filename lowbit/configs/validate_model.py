@@ -1,11 +1,66 @@
-"""Shapes of a model that cannot be built: heads, layers that share keys, experts, rotary scaling."""
+"""Models that cannot be: ranges, heads, layers that share keys, experts, rotary scaling.
 
-from lowbit.configs.checks import nearest_divisor, refuse
-from lowbit.configs.schema import RopeScaling, RunConfig
+The one place that says so: `validate` asks before a run, `models.Transformer` before it is built from Python.
+"""
+
+from typing import Any
+
+from lowbit.configs.checks import COUNT, NATURAL, POSITIVE, Range, check_ranges, nearest_divisor, refuse
+from lowbit.configs.schema import ModelConfig, RopeScaling, RunConfig
+
+MODEL_RANGES: dict[str, Range] = {
+    "model.layers": COUNT,
+    "model.width": COUNT,
+    "model.heads": COUNT,
+    "model.kv_heads": COUNT,
+    "model.head_dim": COUNT,
+    "model.mlp_width": COUNT,
+    "model.logit_softcap": POSITIVE,
+    "model.norm_eps": POSITIVE,
+    "model.max_sequence": COUNT,
+    "model.init_std": POSITIVE,
+    "model.mup_base_width": COUNT,
+    "model.vocab_multiple": COUNT,
+    "model.vocab_rows": COUNT,
+    "model.attention_z": NATURAL,
+    "model.moe.experts": NATURAL,
+    "model.moe.top_k": COUNT,
+    "model.moe.expert_width": COUNT,
+    "model.moe.shared": NATURAL,
+    "model.moe.first_dense": NATURAL,
+    "model.moe.gate_scale": POSITIVE,
+    "model.moe.balance_loss": NATURAL,
+    "model.moe.z_loss": NATURAL,
+    "model.moe.bias_rate": NATURAL,
+    "model.moe.capacity": POSITIVE,
+    "model.rope.theta": Range(1, open_low=True),
+    "model.rope.factor": Range(1),
+    "model.rope.original_sequence": COUNT,
+    "model.rope.low_freq_factor": POSITIVE,
+    "model.rope.high_freq_factor": POSITIVE,
+    "model.rope.beta_fast": POSITIVE,
+    "model.rope.beta_slow": POSITIVE,
+}
+
+MODEL_EXAMPLES: dict[str, Any] = {
+    "model.head_dim": 64,
+    "model.logit_softcap": 30,
+    "model.mup_base_width": 256,
+    "model.vocab_rows": 151_936,
+    "model.moe.capacity": 1.25,
+}
+"""A value that works, for keys whose default is null."""
+
+
+def check_architecture(model: ModelConfig) -> None:
+    """Raise ConfigError for the first setting of a model, by itself, that cannot work."""
+    config = RunConfig(model=model)
+    check_ranges(config, MODEL_RANGES, MODEL_EXAMPLES)
+    check_model(config)
 
 
 def check_model(config: RunConfig) -> None:
-    """Raise ConfigError for the first setting of the model that cannot work."""
+    """Raise ConfigError for the first settings of the model, each within its range, that cannot work together."""
     _heads(config)
     _layers(config)
     _experts(config)

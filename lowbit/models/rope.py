@@ -18,32 +18,6 @@ import torch
 from torch import Tensor
 
 from lowbit.configs.schema import RopeConfig, RopeScaling
-from lowbit.errors import ConfigError
-
-
-def check_rope(config: RopeConfig, head_dim: int) -> None:
-    """Raise ConfigError, naming the key, when no rotary embedding fits the settings."""
-    if head_dim % 2:
-        raise ConfigError(f"model.head_dim={head_dim} is odd: rotary embedding turns pairs, choose an even number")
-    if config.theta <= 1:
-        raise ConfigError(f"model.rope.theta={config.theta} must exceed 1")
-    if config.scaling is RopeScaling.none:
-        return
-    if config.factor < 1:
-        raise ConfigError(f"model.rope.factor={config.factor} must be at least 1")
-    if config.scaling is RopeScaling.ntk and head_dim <= 2:
-        raise ConfigError(f"model.rope.scaling=ntk needs model.head_dim above 2, got {head_dim}")
-    if config.original_sequence < 1:
-        raise ConfigError(f"model.rope.original_sequence={config.original_sequence} must be at least 1")
-    if config.scaling is RopeScaling.llama3 and not 0 < config.low_freq_factor < config.high_freq_factor:
-        raise ConfigError(
-            f"model.rope.high_freq_factor={config.high_freq_factor} must exceed "
-            f"low_freq_factor={config.low_freq_factor}, and both 0"
-        )
-    if config.scaling is RopeScaling.yarn and not 0 < config.beta_slow < config.beta_fast:
-        raise ConfigError(
-            f"model.rope.beta_fast={config.beta_fast} must exceed beta_slow={config.beta_slow}, and both 0"
-        )
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[list[float], float]:

@@ -24,33 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit.configs.schema import GateKind, ModelConfig, MoeConfig
-from lowbit.errors import ConfigError
+from lowbit.configs.schema import GateKind, MoeConfig
 
 STATISTICS = 3
 """Numbers a layer reports behind the loads of its experts: entropy, dropped share, mean logsumexp."""
-
-
-def check_moe(config: ModelConfig) -> None:
-    """Raise ConfigError, naming the key, when no mixture of experts has these settings."""
-    moe = config.moe
-    if moe.experts == 0:
-        return
-    for key in ("experts", "shared", "balance_loss", "z_loss", "bias_rate"):
-        if getattr(moe, key) < 0:
-            raise ConfigError(f"model.moe.{key}={getattr(moe, key)} must not be negative")
-    if not 1 <= moe.top_k <= moe.experts:
-        raise ConfigError(f"model.moe.top_k={moe.top_k} must lie in 1..{moe.experts}, the number of experts")
-    if moe.expert_width < 1:
-        raise ConfigError(f"model.moe.expert_width={moe.expert_width} must be at least 1")
-    if not 0 <= moe.first_dense < config.layers:
-        raise ConfigError(
-            f"model.moe.first_dense={moe.first_dense} must lie in 0..{config.layers - 1}: some layer needs experts"
-        )
-    if moe.capacity is not None and not moe.capacity > 0:
-        raise ConfigError(f"model.moe.capacity={moe.capacity} must be positive, or null to drop nothing")
-    if not moe.gate_scale > 0:
-        raise ConfigError(f"model.moe.gate_scale={moe.gate_scale} must be positive")
 
 
 @dataclass(frozen=True)

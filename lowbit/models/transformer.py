@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.configs.schema import ModelConfig, Recompute
+from lowbit.configs.validate_model import check_architecture
 from lowbit.errors import ConfigError, DataError
 from lowbit.models.attention import prepare_mask
 from lowbit.models.block import KV, Block, BlockOutput, Rope
 from lowbit.models.cost import head_dim_of, kv_owners, kv_source, mup_ratio, vocab_rows_of, window_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, state_buffers
 from lowbit.models.moe import Moe
-from lowbit.models.rope import check_rope, rope_frequencies, rope_tables
-from lowbit.models.router import check_moe
+from lowbit.models.rope import rope_frequencies, rope_tables
 from lowbit.models.visibility import Visibility
 
 __all__ = ["Block", "Transformer", "check_model"]
@@ -44,49 +44,14 @@ SMALL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down.weight", "
 
 def check_model(config: ModelConfig, vocab_size: int) -> None:
     """Raise ConfigError, naming the key, when no model has these settings."""
-    for key in ("layers", "width", "heads", "kv_heads", "mlp_width", "max_sequence", "vocab_multiple"):
-        if getattr(config, key) < 1:
-            raise ConfigError(f"model.{key}={getattr(config, key)} must be at least 1")
+    check_architecture(config)
     if vocab_size < 1:
         raise ConfigError(f"the vocabulary has {vocab_size} tokens: train or choose a tokenizer that has some")
-    if config.head_dim is None and config.width % config.heads:
-        raise ConfigError(
-            f"model.heads={config.heads} does not divide model.width={config.width}: "
-            "choose a divisor, or set model.head_dim"
-        )
-    if config.head_dim is not None and config.head_dim < 1:
-        raise ConfigError(f"model.head_dim={config.head_dim} must be at least 1")
-    if config.heads % config.kv_heads:
-        raise ConfigError(f"model.kv_heads={config.kv_heads} does not divide model.heads={config.heads}")
-    if config.logit_softcap is not None and not config.logit_softcap > 0:
-        raise ConfigError(f"model.logit_softcap={config.logit_softcap} must be positive, or null for none")
-    if not config.init_std > 0:
-        raise ConfigError(f"model.init_std={config.init_std} must be positive")
     if config.vocab_rows is not None and config.vocab_rows < vocab_size:
         raise ConfigError(
             f"model.vocab_rows={config.vocab_rows} is less than the tokenizer's {vocab_size} tokens: use the "
             "tokenizer that the model was trained with, or model.vocab_rows=null"
         )
-    for layer, window in enumerate(config.windows):
-        if window < 0:
-            raise ConfigError(
-                f"model.windows={config.windows}: entry {layer} must be positive, or 0 for a global layer"
-            )
-    _check_sharing(config)
-    check_rope(config.rope, head_dim_of(config))
-    check_moe(config)
-
-
-def _check_sharing(config: ModelConfig) -> None:
-    shared = config.kv_from
-    if shared and len(shared) != config.layers:
-        raise ConfigError(f"model.kv_from={shared} needs an entry for each of {config.layers} layers, or none")
-    for layer, source in enumerate(shared):
-        if not 0 <= source <= layer or shared[source] != source:
-            raise ConfigError(
-                f"model.kv_from={shared}: layer {layer} cannot use the keys of layer {source}, which must be itself or "
-                "an earlier layer with its own"
-            )
 
 
 @dataclass(frozen=True)

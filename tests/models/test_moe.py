@@ -310,10 +310,10 @@ def test_memory_counts_every_expert_and_the_rows_of_a_token() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_k": 7}, r"model\.moe\.top_k=7 must lie in 1\.\.6"),
-        ({"top_k": 0}, r"model\.moe\.top_k=0 must lie"),
+        ({"top_k": 7}, r"model\.moe\.top_k=7 model\.moe\.experts=6"),
+        ({"top_k": 0}, r"model\.moe\.top_k=0"),
         ({"expert_width": 0}, r"model\.moe\.expert_width=0"),
-        ({"first_dense": 3}, r"model\.moe\.first_dense=3 must lie in 0\.\.2"),
+        ({"first_dense": 3}, r"model\.moe\.first_dense=3 model\.layers=3"),
         ({"experts": -1}, r"model\.moe\.experts=-1"),
         ({"z_loss": -1.0}, r"model\.moe\.z_loss=-1"),
         ({"capacity": 0.0}, r"model\.moe\.capacity=0"),

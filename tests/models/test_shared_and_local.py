@@ -164,11 +164,11 @@ def test_the_probe_knows_windows_and_shared_keys() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"windows": [4, -1]}, r"model\.windows=\[4, -1\]: entry 1 must be positive"),
-        ({"kv_from": [0, 0]}, r"model\.kv_from=\[0, 0\] needs an entry for each of 4 layers"),
-        ({"kv_from": [0, 2, 2, 2]}, "layer 1 cannot use the keys of layer 2"),
-        ({"kv_from": [0, 0, 1, 3]}, "layer 2 cannot use the keys of layer 1"),
-        ({"kv_from": [0, -1, 2, 3]}, "layer 1 cannot use the keys of layer -1"),
+        ({"windows": [4, -1]}, r"model\.windows=\[4, -1\]: a window is positive"),
+        ({"kv_from": [0, 0]}, r"model\.kv_from=\[0, 0\] model\.layers=4: each of 4 layers"),
+        ({"kv_from": [0, 2, 2, 2]}, r"kv_from=\[0, 2, 2, 2\].*earlier layer"),
+        ({"kv_from": [0, 0, 1, 3]}, r"kv_from=\[0, 0, 1, 3\].*earlier layer"),
+        ({"kv_from": [0, -1, 2, 3]}, r"kv_from=\[0, -1, 2, 3\].*earlier layer"),
     ],
 )
 def test_impossible_layouts_name_the_key(changes: dict[str, object], message: str) -> None:

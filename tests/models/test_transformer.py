@@ -312,9 +312,9 @@ def test_frozen_weights_hold_rounded_copies_until_the_end() -> None:
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"heads": 5}, "model.heads=5 does not divide model.width=32"),
-        ({"kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=4"),
-        ({"heads": 32, "kv_heads": 32}, "model.head_dim=1"),
+        ({"heads": 5}, "model.width=32 model.heads=5: heads must divide the width"),
+        ({"kv_heads": 3}, "model.heads=4 model.kv_heads=3: kv_heads must divide heads"),
+        ({"heads": 32, "kv_heads": 32}, "a head of width 1 has no pairs to rotate"),
         ({"head_dim": 7}, "model.head_dim=7"),
         ({"head_dim": 0}, "model.head_dim=0"),
         ({"layers": 0}, "model.layers=0"),
@@ -322,7 +322,7 @@ def test_frozen_weights_hold_rounded_copies_until_the_end() -> None:
         ({"mlp_width": 0}, "model.mlp_width=0"),
         ({"max_sequence": 0}, "model.max_sequence=0"),
         ({"vocab_multiple": 0}, "model.vocab_multiple=0"),
-        ({"logit_softcap": 0.0}, "model.logit_softcap=0.0"),
+        ({"logit_softcap": 0.0}, "model.logit_softcap=0"),
         ({"init_std": 0.0}, "model.init_std=0.0"),
         ({"rope": RopeConfig(theta=0.5)}, "model.rope.theta=0.5"),
     ],
