@@ -33,6 +33,8 @@ from lowbit.infer.blocks import BlockPool
 from lowbit.infer.cache import PagedCache, View
 from lowbit.infer.graphs import Steps, bucket
 from lowbit.infer.kv_codec import KvCodec, KvFormat
+from lowbit.infer.native import nativise
+from lowbit.infer.packed import pack_layers
 from lowbit.infer.precision import shadow
 from lowbit.infer.requests import Request, Sample, WeightsReport
 from lowbit.infer.sampling import SamplingConfig
@@ -88,17 +90,20 @@ class EmbeddedSampler:
             kv: how keys and values are stored.
             share: use the model's own parameters (`update` then only derives anew what products read); else copies.
             block: tokens of a block of the cache. prefill_tokens: most tokens that are read at once.
-            graphs, packed: on a GPU, capture the decoding step; multiply few rows by packed weights.
+            graphs, packed: on a GPU, capture the decoding step; multiply by weights in few bits where that is faster,
+                and not by BF16 copies of them.
 
         Raises:
             ConfigError: a precision whose activations are scaled across the batch; no slots.
         """
         if slots < 1:
             raise ConfigError(f"slots={slots} must be at least 1")
-        self.model = shadow(model, policy, own=not share)
-        self.model.eval()
-        self.device = self.model.head_weight.device
+        self.device = model.head_weight.device
         gpu = self.device.type == "cuda"
+        self.model = shadow(model, policy, own=not share, native=gpu and packed)
+        self.model.eval()
+        self.packed = pack_layers(self.model) + nativise(self.model) if packed else 0
+        """Layers that multiply by weights in few bits, and not by BF16 copies of them."""
         self.eot_id, self.deterministic = eot_id, deterministic
         self.slots = -(-slots // EVEN) * EVEN if deterministic else slots
         self.weights = HeldWeights(self.model, share)

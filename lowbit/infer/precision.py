@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lowbit.configs.schema import MatrixBackend
 from lowbit.errors import ConfigError
 from lowbit.models.layers import GroupedLinear, Linear
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import apply_policy, candidates
+from lowbit.quant.backends.choose import Chooser
 from lowbit.quant.grouped import LowbitGroupedLinear
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.policy import LinearPolicy, Signs
@@ -63,11 +65,12 @@ def _spans_rows(spec: QuantSpec) -> bool:
     return spec.outer is Outer.TENSOR or spec.block[0] != 1 or (spec.scale is Scale.FP32 and spec.block[0] == 0)
 
 
-def shadow(model: Transformer, policy: PrecisionPolicy | None, own: bool) -> Transformer:
+def shadow(model: Transformer, policy: PrecisionPolicy | None, own: bool, native: bool = False) -> Transformer:
     """A second tree of modules with the parameters and state of `model`.
 
     Args:
         policy: whose sampler stage it computes in; None: as `model` does now. own: with copies of the parameters.
+        native: products run on tensor cores where the device has them for the format.
 
     Raises: ConfigError, as `check_sampler` and `apply_policy`.
     """
@@ -75,7 +78,10 @@ def shadow(model: Transformer, policy: PrecisionPolicy | None, own: bool) -> Tra
     if policy is not None:
         check_sampler(policy)
         _plain(made)
-        apply_policy(made, policy, seed=0, stage=Stage.sampler)
+        device = model.head_weight.device
+        backend = MatrixBackend.auto if native else MatrixBackend.emulated
+        chooser = Chooser.on(device, model.compute_dtype, backend, check=native)
+        apply_policy(made, policy, seed=0, stage=Stage.sampler, chooser=chooser)
     return made
 
 

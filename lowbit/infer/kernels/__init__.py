@@ -11,7 +11,14 @@ Memory = tuple[Tensor, Tensor, Tensor, Tensor]
 
 if torch.version.cuda is not None:
     from lowbit.infer.kernels.attention import decode, store
+    from lowbit.infer.kernels.packed import packed_product
 else:
+
+    def packed_product(
+        x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, bits: int, block: int, asm: bool = True
+    ) -> Tensor:
+        """Never reached: used for CUDA tensors only."""
+        raise RuntimeError("this PyTorch has no CUDA")
 
     def store(k: Tensor, v: Tensor, memory: Memory, slots: Tensor, largest: float | None) -> None:
         """Never reached: used for CUDA tensors only."""
@@ -30,4 +37,4 @@ def handles(keys: Tensor) -> bool:
     return keys.is_cuda and 16 <= dim <= 256 and dim & (dim - 1) == 0
 
 
-__all__ = ["Memory", "decode", "handles", "store"]
+__all__ = ["Memory", "decode", "handles", "packed_product", "store"]

@@ -1,0 +1,142 @@
+"""Weights that stay packed while a sampler decodes: fewer bytes to read at few rows.
+
+A weight-only layer (`nvfp4_w4a16`, `mxfp8_w8a16`, `fp8_w8a16`) in BF16 on a GPU holds its weight twice: as codes and
+scales for up to MOST_ROWS rows, where reading it is all the work, and as the BF16 numbers that they stand for, for
+more rows (a prefill), where multiplying is. Both are the same numbers: what changes at the border is the order of sums.
+
+A layer takes part whose kernel passes its check on this device; otherwise a warning names it and the BF16 copy serves
+every number of rows.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lowbit.infer import kernels
+from lowbit.models.layers import Linear
+from lowbit.models.transformer import Transformer
+from lowbit.quant.apply import candidates
+from lowbit.quant.formats import E2M1, E4M3
+from lowbit.quant.linear import LowbitLinear
+from lowbit.quant.philox import Product, Side, Stream
+from lowbit.quant.policy import LinearPolicy
+from lowbit.quant.product import Wanted, factor, pack
+from lowbit.quant.quantise import quantise
+from lowbit.quant.spec import Outer, QuantSpec, Scale
+
+logger = logging.getLogger("lowbit")
+
+MOST_ROWS = 128
+MULTIPLE = 128
+"""Of in_features: what the kernel reads at once."""
+
+
+def takes(spec: QuantSpec | None) -> bool:
+    """Whether there is a kernel for weights of this format."""
+    if spec is None:
+        return False
+    nvfp4 = spec.element is E2M1 and spec.block == (1, 16) and spec.outer in (Outer.TENSOR, Outer.ROW)
+    mxfp8 = spec.element is E4M3 and spec.block == (1, 32) and spec.scale in (Scale.E8M0_UP, Scale.E8M0_FLOOR)
+    fp8 = spec.element is E4M3 and spec.scale is Scale.FP32
+    return nvfp4 or mxfp8 or fp8
+
+
+def weight_only(policy: LinearPolicy) -> bool:
+    """Whether a layer reads its input as it is and its weight in a format that there is a kernel for."""
+    fprop = policy.fprop
+    return fprop.left.spec is None and fprop.rotation == 0 and not policy.mean_split and takes(fprop.right.spec)
+
+
+class PackedLinear(LowbitLinear):
+    """A `LowbitLinear` for sampling, with its weight in few bits for few rows."""
+
+    frozen_data: Tensor | None = None
+    """uint8 [out, in * bits / 8]."""
+    frozen_scales: Tensor | None = None
+    """uint8 [out, blocks], where blocks have scales."""
+
+    @torch.no_grad()
+    def freeze(self, dtype: torch.dtype) -> None:
+        """Make both forms of the weight."""
+        stream = Stream(self.key, self.clock, Product.FPROP, Side.RIGHT)
+        made = factor(self.weight, self.policy.fprop.right, stream, None, dtype, wanted=Wanted.BOTH)
+        self.frozen, self.frozen_scale = made.operand().to(dtype), made.after()
+        packed = pack(made)
+        self.frozen_data = packed.data[: self.out_features].view(torch.uint8)
+        if packed.scales.dtype is torch.uint8:
+            self.frozen_scales = packed.scales[: self.out_features]
+
+    def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """See `LowbitLinear.project_together`."""
+        rows = x.numel() // x.shape[-1]
+        layers = [layer for layer in (self, *others) if isinstance(layer, PackedLinear)]
+        if rows > MOST_ROWS or rows == 0 or len(layers) <= len(others):
+            return super().project_together(x, others)
+        flat = x.reshape(rows, -1)
+        return tuple(layer.packed(flat).view(*x.shape[:-1], -1) for layer in layers)
+
+    def packed(self, x: Tensor) -> Tensor:
+        """x [rows, in] -> [rows, out] by the packed weight."""
+        spec = self.policy.fprop.right.spec
+        assert self.frozen_data is not None and spec is not None
+        return product(x, self.frozen_data, self.frozen_scales, self.frozen_scale, spec)
+
+
+def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, spec: QuantSpec) -> Tensor:
+    """x [rows, in] times a packed weight."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    block = spec.block[1] if scales is not None else 0
+    y: Tensor = kernels.packed_product(x, data, scales, after, spec.element.bits, block)
+    return y
+
+
+def pack_layers(model: Transformer) -> int:
+    """Exchange the weight-only layers of a sampler's model that gain from it; how many."""
+    device = model.head_weight.device
+    if device.type != "cuda" or model.compute_dtype is not torch.bfloat16:
+        return 0
+    exchanged = 0
+    for name, layer in candidates(model).items():
+        if not isinstance(layer, LowbitLinear) or not weight_only(layer.policy) or layer.in_features % MULTIPLE:
+            continue
+        spec = layer.policy.fprop.right.spec
+        if layer.retained is not None or layer.choice is not None or spec is None or wrong(spec, device) is not None:
+            continue
+        packed = PackedLinear.of(layer, layer.policy, layer.key, layer.clock, name)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, packed)
+        exchanged += 1
+    return exchanged
+
+
+@cache
+def wrong(spec: QuantSpec, device: torch.device) -> str | None:
+    """Why the kernel cannot be used for a format on a device, with a warning the first time; None if it can.
+
+    One product of random numbers, and one with the identity, which shows every code and scale as it was unpacked.
+    """
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(192, 256, generator=generator) * torch.logspace(-3, 3, 192)[:, None]
+    packed = quantise(weight, spec).pack()
+    dense = quantise(weight, spec).operand().float()
+    after = quantise(weight, spec).after()
+    scales = packed.scales if packed.scales.dtype is torch.uint8 else None
+    sent = [None if t is None else t.to(device) for t in (packed.data.view(torch.uint8), scales, after)]
+    why = None
+    try:
+        for x in (torch.eye(256)[:128], torch.randn(5, 256, generator=generator)):
+            given = x.to(device, torch.bfloat16)
+            assert sent[0] is not None
+            got = product(given, sent[0], sent[1], sent[2], spec).float().cpu()
+            expected = given.float().cpu() @ dense.t()
+            expected = expected if after is None else expected * after.t()
+            if not torch.allclose(got, expected, rtol=0.01, atol=1e-3 * float(expected.abs().max())):
+                why = "it computes something else than the emulation"
+    except Exception as error:  # whatever a compiler or a driver may raise
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    if why is not None:
+        logger.warning("packed weights in %s are not used here, BF16 copies are: %s", spec.name, why)
+    return why

@@ -1,0 +1,49 @@
+"""The packed product against the emulation's: a BF16 copy of the same numbers, and an ordinary product.
+
+`python packed_cases.py` runs it in Triton's interpreter (TRITON_INTERPRET=1), where there is no GPU.
+"""
+
+import torch
+from attention_cases import mend_interpreter
+from torch import Tensor
+
+from lowbit.infer.kernels.packed import packed_product
+from lowbit.quant.quantise import quantise
+from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4, NVFP4_46, NVFP4_ROW, QuantSpec
+
+SPECS = {spec.name: spec for spec in (NVFP4_46, NVFP4, NVFP4_ROW, MXFP8, FP8_ROW)}
+
+
+def compare(spec: QuantSpec, x: Tensor, weight: Tensor, device: str, asm: bool) -> None:
+    """x [rows, in] BF16 or FP32, weight [out, in] FP32."""
+    made = quantise(weight, spec)
+    packed, after = made.pack(), made.after()
+    scales = packed.scales.to(device) if packed.scales.dtype is torch.uint8 else None
+    data = packed.data.view(torch.uint8).to(device)
+    outer = None if after is None else after.to(device)
+    block = 0 if scales is None else spec.block[1]
+    got = packed_product(x.to(device), data, scales, outer, spec.element.bits, block, asm).cpu()
+    expected = x.double() @ made.operand().double().t()
+    expected = expected if after is None else expected * after.double().t()
+    assert got.dtype is x.dtype
+    relative = 1e-5 if x.dtype is torch.float32 else 2**-8
+    size = x.double().abs() @ made.operand().double().abs().t() * (1.0 if after is None else after.double().t())
+    assert bool(((got.double() - expected).abs() <= relative * expected.abs() + 1e-6 * size).all())
+
+
+def weights(rows: int, columns: int) -> Tensor:
+    """Of very different sizes, so that all scales and subnormal codes occur; a row of zeros."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 2, rows)[:, None]
+    weight[:, ::7] *= 1e-2
+    weight[rows // 2] = 0.0
+    return weight
+
+
+if __name__ == "__main__":
+    mend_interpreter()
+    for name, spec in SPECS.items():
+        for rows, columns, width in ((1, 40, 128), (17, 130, 384), (100, 64, 512)):
+            compare(spec, torch.randn(rows, width), weights(columns, width), "cpu", False)
+        compare(spec, torch.eye(128), weights(96, 128), "cpu", False)
+        print(name)

@@ -1,0 +1,134 @@
+"""Packed weights: what is held stands for the emulation's numbers; the kernel against the emulation's product."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.configs.schema import PrecisionConfig
+from lowbit.infer import packed
+from lowbit.infer.packed import MOST_ROWS, PackedLinear, weight_only
+from lowbit.models.layers import Linear, project
+from lowbit.quant.linear import LowbitLinear
+from lowbit.quant.philox import make_clock, make_key
+from lowbit.quant.presets import PRESETS
+from lowbit.quant.quantised import Packed, Quantised
+from lowbit.quant.spec import QuantSpec
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+WEIGHT_ONLY = ["nvfp4_w4a16", "mxfp8_w8a16", "fp8_w8a16"]
+
+
+def _layer(name: str, out: int = 48, seed: int = 1) -> tuple[PackedLinear, LowbitLinear]:
+    """The layer, and the one it was made of."""
+    linear = Linear(256, out)
+    torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(seed))
+    plain = LowbitLinear.of(linear, PRESETS[name], make_key(1, "a"), make_clock())
+    layer = PackedLinear.of(plain, plain.policy, plain.key, plain.clock)
+    for either in (plain, layer):
+        either.freeze(torch.bfloat16)
+    return layer, plain
+
+
+def _unpacked(layer: PackedLinear) -> Quantised:
+    """What is held, read by the format's own decoder."""
+    spec = layer.policy.fprop.right.spec
+    assert spec is not None and layer.frozen_data is not None
+    scales = layer.frozen_scales if layer.frozen_scales is not None else layer.frozen_scale
+    outer = layer.frozen_scale if layer.frozen_scales is not None else None
+    assert scales is not None
+    shape, blocks = (layer.out_features, layer.in_features), (scales.shape[0], scales.shape[1])
+    return Packed(layer.frozen_data, scales, outer, shape, spec, blocks, False).unpack()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_which_presets_are_weight_only(name: str) -> None:
+    assert weight_only(PRESETS[name]) == (name in WEIGHT_ONLY)
+
+
+@pytest.mark.parametrize("name", WEIGHT_ONLY)
+def test_both_forms_are_the_same_numbers(name: str) -> None:
+    layer, plain = _layer(name)
+    assert layer.frozen is not None and plain.frozen is not None
+    assert torch.equal(layer.frozen, plain.frozen)
+    assert torch.equal(_unpacked(layer).operand(), plain.frozen)
+    held = [t for t in (layer.frozen_data, layer.frozen_scales, layer.frozen_scale) if t is not None]
+    bits = 8 * sum(t.nbytes for t in held) / layer.weight.numel()
+    assert bits < {"nvfp4_w4a16": 4.51, "mxfp8_w8a16": 8.26, "fp8_w8a16": 8.13}[name]
+
+
+@pytest.mark.parametrize("name", WEIGHT_ONLY)
+@pytest.mark.parametrize("rows", [1, 5, MOST_ROWS, MOST_ROWS + 1])
+def test_few_rows_go_to_the_kernel_and_many_to_the_copy(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, plain = zip(_layer(name), _layer(name, 32, 2), strict=True)
+    calls = []
+
+    def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, spec: QuantSpec) -> Tensor:
+        calls.append(x.shape[0])
+        [layer] = [layer for layer in layers if layer.frozen_data is data]
+        y = x.double() @ _unpacked(layer).operand().double().t()
+        return (y if after is None else y * after.double().t()).to(x.dtype)
+
+    monkeypatch.setattr(packed, "product", product)
+    x = torch.randn(rows, 1, 256).bfloat16()
+    with torch.no_grad():
+        ours, theirs = project(x, *layers), project(x, *plain)
+    assert calls == ([rows] * 2 if rows <= MOST_ROWS else [])
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape and a.dtype is b.dtype
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+def test_the_kernel_in_the_interpreter() -> None:
+    script = Path(__file__).with_name("packed_cases.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.split()) == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asm", [True, False])
+@pytest.mark.parametrize("name", ["NVFP4_46", "NVFP4", "NVFP4_ROW", "MXFP8", "FP8_ROW"])
+def test_the_kernel_on_a_gpu(name: str, asm: bool) -> None:
+    from packed_cases import SPECS, compare, weights
+
+    compare(SPECS[name], torch.eye(256)[:128].bfloat16(), weights(200, 256), "cuda", asm)
+    for rows in (1, 2, 16, 17, 40, 64, 100, 128):
+        for columns, width in ((48, 128), (1000, 640), (2048, 2048), (4096, 14336)):
+            x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).bfloat16()
+            compare(SPECS[name], x, weights(columns, width), "cuda", asm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*WEIGHT_ONLY, "fp8_row", "fp8_block"])
+def test_an_engine_that_packs_is_one_that_does_not(name: str) -> None:
+    """Log-probabilities of the same tokens, up to BF16's rounding of sums in another order."""
+    from sampler_oracle import logprobs_of, model_of
+
+    from lowbit.infer.embedded import EmbeddedSampler
+    from lowbit.infer.requests import Request
+    from lowbit.infer.sampling import SamplingConfig
+    from lowbit.quant.stages import resolve
+
+    model = model_of(torch.bfloat16, width=256, heads=4, kv_heads=2, mlp_width=512, init_std=0.05).cuda()
+    policy = resolve(PrecisionConfig(sampler=name))
+    engine = EmbeddedSampler(model, None, policy, slots=8)
+    assert engine.packed == 3 * 7
+    plain = EmbeddedSampler(model, None, policy, slots=8, packed=False)
+    assert plain.packed == 0
+    requests = [Request((1, 2, 3), i, 30, 4) for i in range(4)]
+    apart = []
+    for request, group in zip(requests, engine.sample(requests, SamplingConfig(), seed=1), strict=True):
+        for sample in group:
+            theirs = logprobs_of(plain.model, request, sample, SamplingConfig())
+            apart.append(torch.tensor(sample.logprobs) - theirs)
+    d = torch.cat(apart)
+    assert (d.exp() - 1 - d).mean() < 5e-4
