@@ -37,8 +37,9 @@ def model_of(dtype: torch.dtype = torch.float32, seed: int = 4, **changes: objec
 @torch.no_grad()
 def logits_of(model: Transformer, tokens: Sequence[int]) -> Tensor:
     """FP32 [tokens, vocabulary], by a forward over all of them."""
-    hidden = model(torch.tensor([list(tokens)], device=model.head_weight.device))[0]
-    return lm_head_logits(hidden, model.head_weight, vocab_size=VOCAB, softcap=model.config.logit_softcap).cpu()
+    hidden = model(torch.tensor([list(tokens)], device=model.head_weight.device))[0].float()
+    head = model.head_weight.to(model.compute_dtype).float()
+    return lm_head_logits(hidden, head, vocab_size=VOCAB, softcap=model.config.logit_softcap).cpu()
 
 
 def noise_of(seed: int, key: int, sample: int, position: int) -> Tensor:
