@@ -2,7 +2,7 @@
 
 Ctrl-C is an exception in Python and SIGTERM kills without a word. Here both raise KeyboardInterrupt, so that files are
 closed, temporary ones removed, and the exit code is 130. The training loop takes them over while it runs, to end after
-a step and save (`trainer.guard.SignalGuard`). Libraries may turn the exception into one of their own or swallow it
+a step and save (`trainer.signals.SignalGuard`). Libraries may turn the exception into one of their own or swallow it
 while they clean up; `came` remembers what really happened.
 """
 

@@ -1,56 +1,12 @@
-"""What watches a run: signals that ask it to end, what went wrong first and where, and a score for loss spikes."""
+"""What is looked at when numbers go bad: the first layer, the first gradient, the weights before they are saved."""
 
-import math
-import os
-import signal
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.errors import NonFiniteError
-
-WATCHED = (signal.SIGTERM, signal.SIGINT)
-
-
-class SignalGuard:
-    """Turns SIGTERM and the first SIGINT (Ctrl-C) into a request that the loop obeys at its next step boundary.
-
-    `requested` is the name of the signal that came first, or None. A second SIGINT raises KeyboardInterrupt at once;
-    a second SIGTERM changes nothing, since schedulers repeat theirs. The previous handlers come back on exit. Signals
-    can be handled in the main thread only: elsewhere the guard does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.requested: str | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in WATCHED:
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._previous.clear()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            return
-        self.requested = signal.Signals(number).name
-        hint = "; Ctrl-C again ends it at once, unsaved" if number == signal.SIGINT else ""
-        message = f"\n{self.requested}: the run ends after this step and saves{hint}\n"
-        os.write(2, message.encode())  # a raw write: printing and logging may be interrupted half-way by a signal
 
 
 def first_bad(model: nn.Module, run_forward: Callable[[], object]) -> str | None:
@@ -128,42 +84,3 @@ def _float_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for inner in value:
             yield from _float_tensors(inner)
-
-
-class SpikeScore:
-    """How many standard deviations the latest loss lies above the mean of the last 128 before it.
-
-    A healthy run stays within a few; 6 and more is a spike. The score is None until 16 losses are known, and so is
-    that of a loss that is not finite, which is not remembered either.
-    """
-
-    WINDOW = 128
-    ENOUGH = 16
-
-    def __init__(self, losses: list[float] | None = None) -> None:
-        self._losses: deque[float] = deque(losses or [], maxlen=self.WINDOW)
-
-    def update(self, loss: float) -> float | None:
-        """Score `loss` against those before it, then remember it."""
-        if not math.isfinite(loss):
-            return None
-        score = self._score(loss) if len(self._losses) >= self.ENOUGH else None
-        self._losses.append(loss)
-        return score
-
-    def _score(self, loss: float) -> float:
-        count = len(self._losses)
-        mean = math.fsum(self._losses) / count
-        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in self._losses) / count)
-        if loss == mean:
-            return 0.0
-        return (loss - mean) / max(deviation, 1e-12 * max(abs(mean), 1e-300))  # all alike: any change stands out
-
-    def as_dict(self) -> dict[str, list[float]]:
-        """State for a checkpoint, plain JSON."""
-        return {"losses": list(self._losses)}
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, list[float]]) -> Self:
-        """The score as it was when `as_dict` was called."""
-        return cls(list(state["losses"]))

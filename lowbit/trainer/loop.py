@@ -21,13 +21,15 @@ from lowbit.errors import Interrupted, NonFiniteError
 from lowbit.trainer.console import Console
 from lowbit.trainer.ema import Ema
 from lowbit.trainer.engine import Engine
-from lowbit.trainer.guard import SignalGuard, SpikeScore, first_bad
+from lowbit.trainer.guard import first_bad
 from lowbit.trainer.layer_metrics import LayerMetrics
 from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog
 from lowbit.trainer.objective import Objective
 from lowbit.trainer.precision import RunPrecision, rehearsal
 from lowbit.trainer.schedule import lr_scale, progress
+from lowbit.trainer.signals import SignalGuard
+from lowbit.trainer.spikes import SpikeScore
 from lowbit.trainer.stabilise import Stabilisers
 
 

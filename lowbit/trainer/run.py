@@ -34,7 +34,7 @@ from lowbit.trainer.ema import Ema
 from lowbit.trainer.ending import sample_text, say_finished, say_result
 from lowbit.trainer.engine import Engine, LocalEngine
 from lowbit.trainer.evaluate import Evaluation, evaluate
-from lowbit.trainer.guard import SpikeScore, require_finite
+from lowbit.trainer.guard import require_finite
 from lowbit.trainer.hardware import (
     MFU_FORMULA,
     compute_dtype,
@@ -57,6 +57,7 @@ from lowbit.trainer.metrics import MetricsLog, NoLog
 from lowbit.trainer.objective import NextToken, Objective
 from lowbit.trainer.precision import RunPrecision, check_precision
 from lowbit.trainer.schedule import limits_reached, sequences_at
+from lowbit.trainer.spikes import SpikeScore
 from lowbit.trainer.stabilise import Stabilisers
 
 logger = logging.getLogger("lowbit")
