@@ -41,7 +41,7 @@ def build_app() -> typer.Typer:
     """The application with all its commands."""
     app = typer.Typer(
         name="lowbit",
-        help="Pretrain language models in few bits, end to end.",
+        help="Train language models in few bits, end to end.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},

@@ -36,8 +36,6 @@ from lowbit.models.moe import Moe
 from lowbit.models.rope import rope_frequencies, rope_tables
 from lowbit.models.visibility import Visibility
 
-__all__ = ["Block", "Transformer", "check_model"]
-
 SMALL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down.weight", "mlp.shared.down.weight")
 """The projections that write into the residual stream."""
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from lowbit.comm.deepspeed import load_deepspeed, zero_config
 from lowbit.configs.schema import CommKind, RunConfig
 from lowbit.data.batch import Batch
-from lowbit.models.transformer import Block, Transformer
+from lowbit.models.block import Block
+from lowbit.models.transformer import Transformer
 from lowbit.trainer.arrivals import Arrivals
 from lowbit.trainer.client_optimizer import ClientOptimizer
 from lowbit.trainer.distributed import Ranks
