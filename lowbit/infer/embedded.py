@@ -28,7 +28,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from lowbit.errors import ConfigError, DataError, NonFiniteError
+from lowbit.errors import ConfigError, NonFiniteError
 from lowbit.infer.blocks import BlockPool
 from lowbit.infer.cache import PagedCache, View
 from lowbit.infer.graphs import Steps, bucket
@@ -36,7 +36,7 @@ from lowbit.infer.kv_codec import KvCodec, KvFormat
 from lowbit.infer.native import nativise
 from lowbit.infer.packed import pack_layers
 from lowbit.infer.precision import shadow
-from lowbit.infer.requests import Request, Sample, WeightsReport
+from lowbit.infer.requests import Request, Sample, WeightsReport, check_requests
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.infer.slots import Group, Noise, Row, Slots, groups_of
 from lowbit.infer.weights import HeldWeights
@@ -122,7 +122,7 @@ class EmbeddedSampler:
         self, requests: Sequence[Request], sampling: SamplingConfig, *, seed: int, stop_ids: Sequence[int] = ()
     ) -> list[list[Sample]]:
         """See `requests.Sampler.sample`."""
-        groups = self._checked(requests, seed)
+        groups = self._groups(requests, seed)
         for _ in self._run(groups, sampling, seed, stop_ids):
             pass
         return [[row.result() for row in group.rows] for group in groups]
@@ -131,7 +131,7 @@ class EmbeddedSampler:
         self, request: Request, sampling: SamplingConfig, *, seed: int, stop_ids: Sequence[int] = ()
     ) -> Iterator[int]:
         """The tokens of a request for one sample, each as soon as it is there. Errors are raised at the call."""
-        groups = self._checked([request], seed)
+        groups = self._groups([request], seed)
         return (token for _, token in self._run(groups, sampling, seed, stop_ids))
 
     def update(self, weights: Iterable[tuple[str, Tensor]] = (), version: int | None = None) -> WeightsReport:
@@ -149,41 +149,10 @@ class EmbeddedSampler:
         """Tokens of prompts that were found in the prefix cache so far."""
         return 0 if self._allocated is None else self._pool.hits
 
-    # Requests -------------------------------------------------------------------------------------------------
-
-    def _checked(self, requests: Sequence[Request], seed: int) -> list[Group]:
+    def _groups(self, requests: Sequence[Request], seed: int) -> list[Group]:
         self.weights.require_current()
-        if not 0 <= seed < 1 << 63:
-            raise ConfigError(f"seed={seed} must lie in 0..2**63-1")
-        for index, request in enumerate(requests):
-            self._check(index, request)
+        check_requests(requests, seed, self.model.vocab_size, self.model.config.max_sequence)
         return groups_of(requests)
-
-    def _check(self, index: int, request: Request) -> None:
-        if request.max_new_tokens < 1:
-            raise ConfigError(f"prompt {index}: max_new_tokens={request.max_new_tokens} must be at least 1")
-        if request.samples < 1:
-            raise ConfigError(f"prompt {index}: samples={request.samples} must be at least 1")
-        if not (0 <= request.key < 1 << 63 and 0 <= request.first_sample < 1 << 31):
-            raise ConfigError(
-                f"prompt {index}: key={request.key} must lie in 0..2**63-1, first_sample={request.first_sample} in "
-                "0..2**31-1"
-            )
-        if not request.prompt:
-            raise DataError(f"prompt {index} is empty: begin with the end-of-text id to generate from nothing")
-        vocabulary = self.model.vocab_size
-        for position, token in enumerate(request.prompt):
-            if not 0 <= token < vocabulary:
-                raise DataError(
-                    f"prompt {index} has id {token} at position {position}, outside the vocabulary of {vocabulary}: "
-                    "was it encoded by the model's tokenizer?"
-                )
-        longest = self.model.config.max_sequence
-        if len(request.prompt) + request.max_new_tokens > longest:
-            raise ConfigError(
-                f"prompt {index} of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed "
-                f"model.max_sequence={longest}"
-            )
 
     # The loop -------------------------------------------------------------------------------------------------
 

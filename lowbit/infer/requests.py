@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from lowbit.errors import ConfigError, DataError
 from lowbit.infer.sampling import SamplingConfig
 
 
@@ -87,3 +88,31 @@ class Sampler(Protocol):
                 finite; the fingerprint of what is now held differs from that of what was sent.
         """
         ...
+
+
+def check_requests(requests: Sequence[Request], seed: int, vocab_size: int, longest: int) -> None:
+    """Raise what `Sampler.sample` raises; `longest`: tokens that the model takes."""
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"seed={seed} must lie in 0..2**63-1")
+    for index, request in enumerate(requests):
+        for name in ("max_new_tokens", "samples"):
+            if getattr(request, name) < 1:
+                raise ConfigError(f"prompt {index}: {name}={getattr(request, name)} must be at least 1")
+        if not (0 <= request.key < 1 << 63 and 0 <= request.first_sample < 1 << 31):
+            raise ConfigError(
+                f"prompt {index}: key={request.key} must lie in 0..2**63-1, first_sample={request.first_sample} in "
+                "0..2**31-1"
+            )
+        if not request.prompt:
+            raise DataError(f"prompt {index} is empty: begin with the end-of-text id to generate from nothing")
+        for position, token in enumerate(request.prompt):
+            if not 0 <= token < vocab_size:
+                raise DataError(
+                    f"prompt {index} has id {token} at position {position}, outside the vocabulary of {vocab_size}: "
+                    "was it encoded by the model's tokenizer?"
+                )
+        if len(request.prompt) + request.max_new_tokens > longest:
+            raise ConfigError(
+                f"prompt {index} of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed "
+                f"model.max_sequence={longest}"
+            )

@@ -263,7 +263,7 @@ def test_new_weights_between_two_steps() -> None:
     old, new = model_of(), model_of(seed=5)
     engine = EmbeddedSampler(old, None, slots=4, block=4)
     request = Request((1, 2, 3), 0, 30)
-    stream = engine._run(engine._checked([request], 1), SamplingConfig(), 1, ())
+    stream = engine._run(engine._groups([request], 1), SamplingConfig(), 1, ())
     row = next(stream)[0]
     for _ in range(6):
         next(stream)
