@@ -27,6 +27,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from lowbit.configs.schema import WeightsDtype
 from lowbit.errors import ConfigError
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -81,6 +82,11 @@ class Traffic:
     @property
     def total(self) -> float:
         return self.gradients + self.weights
+
+
+def weights_in_bf16(chosen: WeightsDtype, computes_in_bf16: bool) -> bool:
+    """Whether gathered weights travel in BF16: asked for, or where the model rounds them to it anyway."""
+    return chosen is WeightsDtype.bf16 or (chosen is WeightsDtype.auto and computes_in_bf16)
 
 
 def parse_rate(text: str) -> float:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowbit.comm.cost import weights_in_bf16
 from lowbit.comm.deepspeed import Attachment, Traffic
 from lowbit.comm.reducers import make_reducer
 from lowbit.comm.weights import count_gathers, gather_groups_in_bf16, gather_parameters_in_bf16
-from lowbit.configs.schema import CommConfig, CommKind, WeightsDtype
+from lowbit.configs.schema import CommConfig, CommKind
 from lowbit.trainer.client_optimizer import used_in_fp32
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.shards import Shards
@@ -28,9 +29,7 @@ class Wire:
 
     def __init__(self, config: CommConfig, stage: int, ranks: Ranks, compute_dtype: torch.dtype) -> None:
         self.config, self.stage, self.ranks = config, stage, ranks
-        self.bf16_weights = config.weights is WeightsDtype.bf16 or (
-            config.weights is WeightsDtype.auto and compute_dtype is torch.bfloat16
-        )
+        self.bf16_weights = weights_in_bf16(config.weights, compute_dtype is torch.bfloat16)
         self.traffic = Traffic()
         self.attachment: Attachment | None = None
         """Our reductions, where DeepSpeed's are replaced."""

@@ -15,8 +15,8 @@ during the last backward pass; a step of one reduces each gradient as it comes a
 
 from dataclasses import replace
 
-from lowbit.comm.cost import Traffic, traffic
-from lowbit.configs.schema import CommKind, EngineKind, RunConfig, WeightsDtype
+from lowbit.comm.cost import Traffic, traffic, weights_in_bf16
+from lowbit.configs.schema import CommKind, EngineKind, RunConfig
 from lowbit.models.cost import ParameterCount, TrainingMemory
 
 MIB = 1 << 20
@@ -48,8 +48,7 @@ def wire(config: RunConfig, compute_bytes: int, ranks: int) -> Traffic | None:
     """Bytes a parameter that a rank sends in a step; None where a measurement at the start decides."""
     if config.comm.kind is CommKind.auto:
         return None
-    chosen = config.comm.weights
-    rounded = chosen is WeightsDtype.bf16 or (chosen is WeightsDtype.auto and compute_bytes == 2)
+    rounded = weights_in_bf16(config.comm.weights, compute_bytes == 2)
     return traffic(
         config.engine.zero_stage,
         GRADIENT_BITS[config.comm.kind],
