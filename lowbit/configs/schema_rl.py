@@ -208,8 +208,8 @@ class WarmStartConfig:
     """0: none."""
     examples: int = 64
     """Solved problems a step."""
-    lr: float = 2e-3
-    """AdamW's peak learning rate in them."""
+    lr_scale: float = 1.0
+    """Peak learning rates in them, as a multiple of the run's own."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from lowbit.configs.schema import (
     DataConfig,
     EngineKind,
     EvalConfig,
-    OptimizerKind,
     RunConfig,
     ScheduleConfig,
     SourceConfig,
@@ -53,7 +52,7 @@ RANGES = {
     "teacher.coefficient": POSITIVE,
     "warm_start.steps": NATURAL,
     "warm_start.examples": COUNT,
-    "warm_start.lr": POSITIVE,
+    "warm_start.lr_scale": POSITIVE,
 }
 
 
@@ -173,7 +172,7 @@ def _folders(config: RlConfig) -> None:
 
 def warm_start_config(config: RlConfig) -> RlConfig:
     """The supervised run before the first rollout."""
-    w = config.warm_start
+    w, optim = config.warm_start, config.optim
     return replace(
         config,
         run_name=f"{config.run_name}/warm_start",
@@ -182,7 +181,12 @@ def warm_start_config(config: RlConfig) -> RlConfig:
         max_minutes=None,
         resume="auto",
         data=DataConfig(tokenizer=config.data.tokenizer, sequence_length=config.data.sequence_length, sources={}),
-        optim=replace(config.optim, kind=OptimizerKind.adamw, lr=w.lr, schedule=ScheduleConfig(warmup_steps=5)),
+        optim=replace(
+            optim,
+            lr=w.lr_scale * optim.lr,
+            muon=replace(optim.muon, lr=w.lr_scale * optim.muon.lr),
+            schedule=ScheduleConfig(warmup_steps=5),
+        ),
         evaluation=EvalConfig(every_steps=0, sample_tokens=0),
         checkpoint=replace(config.checkpoint, every_steps=0),
     )

@@ -59,8 +59,8 @@ class RolloutLoader(Loader):
         self.whole = whole
         self.steps = 0
         """Optimizer steps given out over the whole run: the version of the trainer's weights."""
-        self.shown: list[Conversation] = []
-        """All conversations of the last rollout, for people."""
+        self.shown: Sequence[Conversation] = ()
+        """Conversations of the step just given out, for people."""
         self._pending: deque[list[Conversation]] = deque()
         self._begun = 0  # version when training on the present rollout began
         self._empty = 0
@@ -103,7 +103,7 @@ class RolloutLoader(Loader):
         self._row = {}
         if not self._pending:
             self._next_rollout()
-        conversations = self._pending.popleft()
+        conversations = self.shown = self._pending.popleft()
         batches = self._training(conversations)
         self.steps += 1
         self._row["seconds/data"] = time.perf_counter() - began
@@ -132,7 +132,6 @@ class RolloutLoader(Loader):
             self._begun = self.steps
             steps = min(self.config.rollout.updates, max(ranks.gather(len(rollout.groups))))
             self._measure(rollout, sync)
-            self.shown = [c for group in rollout.groups for c in group]
             if steps:
                 self._empty = 0
                 self._pending = deque([c for group in rollout.groups[i::steps] for c in group] for i in range(steps))
