@@ -76,6 +76,7 @@ def test_experts_are_those_of_a_cpu(policy: LinearPolicy) -> None:
         y = layer(given, offsets_of(COUNTS).to(device))
         y.backward(dy.to(device))
         assert given.grad is not None and layer.weight.grad is not None
-        results.append([t.cpu() for t in (y.detach(), given.grad, layer.weight.grad)])
+        # Copies, since moving a layer moves its gradients too.
+        results.append([t.to("cpu", copy=True) for t in (y.detach(), given.grad, layer.weight.grad)])
     for on_cpu, on_gpu in zip(*results, strict=True):
         assert error(on_gpu, on_cpu.double()) < 4e-3
