@@ -32,7 +32,7 @@ def lowbit(
         env=env | {"COLUMNS": "100"} | dict(environment or {}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     return Ended(done.returncode, done.stdout, done.stderr)
 

@@ -37,7 +37,7 @@ def test_before_training_begins(tmp_path: Path, number: signal.Signals) -> None:
     for _ in range(3):  # schedulers repeat themselves
         process.send_signal(number)
         time.sleep(0.01)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=280)
     assert process.returncode == 130
     assert err == "lowbit: error: interrupted\n"
 
@@ -52,7 +52,7 @@ def test_ctrl_c_reaches_packing_processes_too(tmp_path: Path) -> None:
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=280)
     assert process.returncode == 130 and err == "lowbit: error: interrupted\n"
 
 

@@ -390,7 +390,7 @@ def test_ranks_agree_on_the_sum_of_their_norms(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", TWO_RANKS, str(rank), rendezvous, f"{tmp_path}/order", here])
         for rank in range(2)
     ]
-    assert [job.wait(timeout=120) for job in jobs] == [0, 0]
+    assert [job.wait(timeout=280) for job in jobs] == [0, 0]
     for rank in range(2):
         order = torch.load(f"{tmp_path}/order{rank}", weights_only=True)
         assert order[:26].sort().values.tolist() == toy.q.retained.order[:26].sort().values.tolist()

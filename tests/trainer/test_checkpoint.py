@@ -277,7 +277,7 @@ assert store.load().step == 3
 def test_a_write_that_the_system_refuses(tmp_path: Path, background: bool) -> None:
     """A real refusal in the middle of a file (a file-size limit): one error, nothing left, the old one readable."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path), str(background)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     assert "step 2 could not be written" in result.stdout and "4.0 MiB" in result.stdout
     assert len(result.stdout.strip().splitlines()) == 1

@@ -32,7 +32,7 @@ def _run(signals: list[signal.Signals], *arguments: str) -> tuple[int, str, str]
         for number in signals:
             process.send_signal(number)
             time.sleep(0.3)
-        out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=280)
     return process.returncode, out, error
 
 
