@@ -18,6 +18,7 @@ from lowbit.configs import schema
 from lowbit.configs.overrides import groups
 from lowbit.configs.schema import ModelConfig, PrecisionConfig, RunConfig
 from lowbit.configs.schema_distill import DistillConfig
+from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.stored import plain
 from lowbit.configs.strict import accepted, fields_of, show, unwrap_optional
 
@@ -115,10 +116,10 @@ def presets() -> list[str]:
     return [*lines, ""]
 
 
-def distillation(texts: dict[str, dict[str, str]]) -> list[str]:
-    """The page's part about what `lowbit distill` takes besides a run's keys."""
-    lines = ["## `lowbit distill`", "", f"{texts['DistillConfig']['']} Its presets are `distill=CHOICE`.", ""]
-    for name, hint in fields_of(DistillConfig).items():
+def stage(command: str, config: type[RunConfig], texts: dict[str, dict[str, str]]) -> list[str]:
+    """The page's part about what another command takes besides a run's keys."""
+    lines = [f"## `lowbit {command}`", "", f"{texts[config.__name__]['']} Its presets are `{command}=CHOICE`.", ""]
+    for name, hint in fields_of(config).items():
         if name not in fields_of(RunConfig):
             lines += sections(hint, name, texts)
     return lines
@@ -127,7 +128,8 @@ def distillation(texts: dict[str, dict[str, str]]) -> list[str]:
 def render() -> str:
     """The whole page."""
     texts = docstrings()
-    parts = [INTRODUCTION, *presets(), *sections(RunConfig, "", texts), *distillation(texts)]
+    stages = [*stage("distill", DistillConfig, texts), *stage("rl", RlConfig, texts)]
+    parts = [INTRODUCTION, *presets(), *sections(RunConfig, "", texts), *stages]
     return "\n".join(parts).rstrip() + "\n"
 
 

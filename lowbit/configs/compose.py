@@ -78,5 +78,6 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> str:
     """Hydra's or OmegaConf's message as one line, beginning with the override it speaks of where that is known."""
     cause = f" ({error.__cause__})" if error.__cause__ and "Error merging override" in str(error) else ""
     text = " ".join(f"{error}{cause}".split()) or type(error).__name__
-    guilty = next((o for o in overrides if o.lstrip("+~").partition("=")[0] in text), None)
+    named = [o for o in overrides if o.lstrip("+~").partition("=")[0] in text]
+    guilty = max(named, key=lambda o: len(o.lstrip("+~").partition("=")[0]), default=None)
     return f"{guilty}: {text}" if guilty and not text.startswith(guilty) else text

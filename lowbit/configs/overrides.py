@@ -84,6 +84,9 @@ def is_hydra(override: Any) -> bool:
 def check(overrides: Sequence[str], command: Command[RunConfig] = PRETRAIN) -> list[str]:
     """Overrides of one run, each checked against the schema and rewritten for Hydra. Raises ConfigError."""
     parsed = [parse(text, command) for text in overrides]
+    for p in parsed:
+        if str(p.key_or_group) == "hydra.job.chdir" and p.value():
+            raise ConfigError(f"{p.input_line}: settings name files from where the command is started; leave it out")
     own_presets = any(str(p.key_or_group) == "hydra.searchpath" for p in parsed)
     return [p.input_line if is_hydra(p) else _check_one(p, own_presets, command) for p in parsed]
 

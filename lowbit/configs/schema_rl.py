@@ -213,16 +213,6 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters in place of the blocks' matrices, which then stay as they are: for large models."""
-
-    rank: int = 0
-    """0: no adapters, everything is trained."""
-    alpha: float = 32.0
-    """The adapter's output is multiplied by alpha / rank."""
-
-
-@dataclass(frozen=True)
 class RlConfig(RunConfig):
     """Reinforcement learning from verifiable rewards: the keys of a run, then task, rewards, rollouts and loss."""
 
