@@ -34,11 +34,14 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its SHA-256.")] = False,
 ) -> None:
     """Show what packed folders hold."""
+    from lowbit.data.conversations import MANIFEST as TREES
+    from lowbit.data.conversations import open_trees
     from lowbit.data.shards import MANIFEST, open_packed
     from lowbit.errors import DataError
 
     folders = sorted(p.parent for p in path.rglob(MANIFEST)) if path.is_dir() else []
-    if not folders:
+    conversations = sorted(p.parent for p in path.rglob(TREES)) if path.is_dir() else []
+    if not folders and not conversations:
         raise DataError(
             f"no packed data in {path}: give a packed folder or data.cache_dir (or pack with lowbit data pack)"
         )
@@ -47,6 +50,12 @@ def inspect(
         _print(folder, packed.manifest)
         if verify:
             print("  verified     every file matches its SHA-256")
+    for folder in conversations:
+        trees = open_trees(folder)
+        print(f"{folder}\n  source       conversations\n  content      {trees.digest[:12]}")
+        for split, rows in (("train", trees.train), ("val", trees.val)):
+            print(f"  {split:12} {rows.rows:,} rows, {len(rows):,} tokens, {rows.text_bytes:,} bytes")
+        print("  verified     every file matches its SHA-256")
 
 
 def _print(folder: Path, manifest: dict[str, Any]) -> None:

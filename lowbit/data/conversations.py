@@ -179,7 +179,7 @@ def pack_conversations(
             remove_leftovers(folder)
             if not (folder / MANIFEST).is_file():
                 _pack(folder, name, files, tokenizer, config, report, most)
-    return _open(folder)
+    return open_trees(folder)
 
 
 def _pack(
@@ -300,7 +300,8 @@ def _write_rows(
     return hashes
 
 
-def _open(folder: Path) -> PackedTrees:
+def open_trees(folder: Path) -> PackedTrees:
+    """A packed folder, its files compared with their SHA-256. Raises DataError."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         splits = {}

@@ -99,6 +99,8 @@ def _open(config: SourceConfig) -> Any:
 
 
 def _unreadable(config: SourceConfig, error: Exception) -> DataError:
-    """`datasets` and the hub client raise dozens of classes; the user needs the first line of any of them."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return DataError(f"cannot read data set {config.path!r} (subset {config.subset!r}, split {config.split!r}): {line}")
+    """`datasets` and the hub client raise dozens of classes; the user needs the first line of any of them, and of what
+    caused it where that says something else."""
+    lines = [(str(e).strip() or type(e).__name__).splitlines()[0] for e in (error, error.__cause__) if e is not None]
+    why = ": ".join(dict.fromkeys(lines))
+    return DataError(f"cannot read data set {config.path!r} (subset {config.subset!r}, split {config.split!r}): {why}")

@@ -166,5 +166,7 @@ def _local_files(name: str, path: str) -> list[tuple[Path, Path]]:
             raise DataError(f"data source {name!r} is empty: no {' '.join(SUFFIXES)} file matches {path}")
         root = Path(os.path.commonpath([p.parent for p in files]))
         return [(p, root) for p in files]
+    if place.exists():
+        raise DataError(f"data source {name!r}: {place} is neither a file nor a folder")
     siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
     raise DataError(f"data source {name!r}: {place} does not exist{did_you_mean(place.name, siblings)}")

@@ -275,7 +275,10 @@ def load_tokenizer(path: Path | str, eot: str | None = None) -> Tokenizer:
     folder = place if place.is_dir() else place.parent
     note = _read_json(folder / "lowbit.json") if place.is_dir() and (folder / "lowbit.json").is_file() else {}
     if note.get("kind") == "bytes":
-        return bytes_tokenizer()
+        tokenizer = bytes_tokenizer()
+        if eot not in (None, tokenizer.eot):
+            raise DataError(f"{place}: bytes are separated by {tokenizer.eot!r}, not by {eot!r}")
+        return tokenizer
     file = place / "tokenizer.json" if place.is_dir() else place
     if not file.is_file():
         hint = did_you_mean(file.name, [p.name for p in file.parent.iterdir()]) if file.parent.is_dir() else ""

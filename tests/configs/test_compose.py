@@ -216,6 +216,7 @@ MISTAKES = [  # overrides, what the one line must contain
     ("~optim.lrr", ["optim.lrr", "nearest: optim.lr"]),
     ("~data.sources.nope", ["~data.sources.nope", "does not exist"]),
     ("hydra.rn.dir=x", ["hydra.rn.dir=x", "hydra.rn.dir"]),
+    ("hydra.job.chdir=true", ["hydra.job.chdir=true", "leave it out"]),
     ("hydra/launcher=foo", ["hydra/launcher=foo", "basic"]),
     ("max_steps=1,2", ["max_steps=1,2", "-m"]),
     ("model=tiny,30m", ["model=tiny,30m", "-m"]),
@@ -238,6 +239,11 @@ def test_each_mistake_is_one_line_that_names_it(override: str, fragments: list[s
     assert caught.value.exit_code == 2
     for fragment in fragments:
         assert fragment in message
+
+
+def test_the_override_at_fault_is_named_and_not_one_that_is_part_of_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"^~data\.sources\.nope: .*does not exist"):
+        compose(["data=python_docs", "~data.sources.nope"])
 
 
 @pytest.mark.parametrize(

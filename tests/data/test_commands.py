@@ -40,6 +40,19 @@ def test_pack_then_inspect(settings: list[str]) -> None:
         run(data_app, "inspect", "corpus")
 
 
+def test_conversations_are_inspected(settings: list[str]) -> None:
+    lines = [f'{{"prompt": "how many {i}? ", "answers": ["{i}", "{i + 1}"]}}\n' for i in range(20)]
+    Path("chats.jsonl").write_text("".join(lines))
+    chats = ["data.sources.chats.kind=conversations", "data.sources.chats.path=chats.jsonl"]
+    run(data_app, "pack", *settings, *chats)
+    output = run(data_app, "inspect", "data")
+    assert "30 files" in output and "source       conversations" in output and " rows, " in output
+    file = next(Path("data/packed").glob("chats-*/train-tokens.npy"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(DataError, match=r"train-tokens.npy was edited or damaged"):
+        run(data_app, "inspect", str(file.parent))
+
+
 def test_train_then_show(settings: list[str]) -> None:
     assert "ready: 280 tokens" in run(tokenizer_app, "train", *settings, "data.tokenizer.path=bpe")
     output = run(tokenizer_app, "show", "bpe", "--text", "the cat é")

@@ -1,6 +1,7 @@
 """Sources: every format, the order of documents, and one clear error for each bad input."""
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,9 @@ def test_missing_places(tmp_path: Path) -> None:
         read(tmp_path / "corpsu")
     with pytest.raises(DataError, match="'mine' is empty"):
         read(tmp_path / "corpus")
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe\.txt is neither a file nor a folder"):
+        read(tmp_path / "pipe.txt")
     with pytest.raises(DataError, match=r"no .* file matches .*\*\.txt"):
         read(tmp_path / "*.txt")
     with pytest.raises(DataError, match=r"data\.sources\.mine\.path"):
@@ -211,6 +215,11 @@ def test_datasets_library_folder(hub: Path) -> None:
         read_hub(hub, split="tran")
     with pytest.raises(DataError, match="field 'n' holds a int"):
         read_hub(hub, text_field="n")
+    broken = hub.parent / "broken"
+    broken.mkdir()
+    (broken / "a.jsonl").write_text('{"text": "x"}\n{"text": \n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"cannot read data set .*: .*: .*JSON"):
+        read_hub(broken)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tokenizers: text comes back, bytes are counted exactly, the same text trains the same tokenizer."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,9 @@ def test_errors(tmp_path: Path) -> None:
     BPE.save(tmp_path)
     with pytest.raises(DataError, match="no token '<eos>'"):
         load_tokenizer(tmp_path, eot="<eos>")
+    bytes_tokenizer().save(tmp_path / "bytes")
+    with pytest.raises(DataError, match=f"separated by '{re.escape(END_OF_TEXT)}', not by '<eos>'"):
+        load_tokenizer(tmp_path / "bytes", eot="<eos>")
     text = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text + " ")
     with pytest.raises(DataError, match="edited"):
