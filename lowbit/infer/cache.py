@@ -50,6 +50,9 @@ class PagedCache:
             for mine, its in zip(self._memory, old._memory, strict=True):
                 mine[:, : its.shape[1]] = its
 
+        self.kernels = kernels.handles(self.keys)
+        """Whether the decoding kernels take it."""
+
     @property
     def _memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.keys, self.values, self.key_scales, self.value_scales
@@ -58,6 +61,10 @@ class PagedCache:
     def nbytes(self) -> int:
         """Bytes of all of it."""
         return sum(memory.nbytes for memory in self._memory)
+
+    def memory(self, layer: int) -> kernels.Memory:
+        """Of one layer."""
+        return self.keys[layer], self.values[layer], self.key_scales[layer], self.value_scales[layer]
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks, int64 [n] each."""
@@ -118,7 +125,7 @@ class View:
 
     def mask(self, new_tokens: int, window: int | None) -> Any:
         """What `attend` needs to know of a layer's visibility."""
-        if self._decodes(new_tokens):
+        if self.decodes(new_tokens):
             return window or 0
         if self.fresh:
             if window is None or window >= new_tokens:
@@ -126,9 +133,9 @@ class View:
             return cached_mask(self.start[:1] * 0, new_tokens, new_tokens, window)
         return cached_mask(self.start, new_tokens, self.table.shape[1] * self.cache.block, window)
 
-    def _decodes(self, new_tokens: int) -> bool:
+    def decodes(self, new_tokens: int) -> bool:
         """Whether the decoding kernels take it."""
-        return new_tokens == 1 and self.start.is_cuda and kernels.handles(self.cache.keys)
+        return new_tokens == 1 and self.cache.kernels
 
     def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
         """Store the new keys and values, if the layer has its own, and attend: q [R, H, T, D] -> the same.
@@ -137,7 +144,7 @@ class View:
             layer: among those with keys of their own. new: [R, Hkv, T, D] each.
         """
         length = q.shape[2]
-        if self._decodes(length):
+        if self.decodes(length):
             return self._attend_decoding(layer, q, new, mask)
         if new is not None:
             k, v = (x.transpose(1, 2).flatten(0, 1) for x in new)  # [R T, Hkv, D]
@@ -156,14 +163,30 @@ class View:
         return self.cache.codec.through(new[0]), self.cache.codec.through(new[1])
 
     def _attend_decoding(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor] | None, window: int) -> Tensor:
-        cache = self.cache
-        memory = (cache.keys[layer], cache.values[layer], cache.key_scales[layer], cache.value_scales[layer])
         if new is not None:
-            kernels.store(new[0][:, :, 0], new[1][:, :, 0], memory, self._write_slots(1), cache.codec.largest)
+            k, v = (x[:, :, 0] for x in new)
+            kernels.store(k, v, self.cache.memory(layer), self._write_slots(1), self.cache.codec.largest)
+        return self._decode(layer, q[:, :, 0], window)[:, :, None]
+
+    def decode(
+        self,
+        layer: int,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        norms: tuple[Tensor, Tensor, float] | None,
+        rope: tuple[Tensor, Tensor],
+        window: Any,
+    ) -> Tensor:
+        """A layer's attention from its projections [R, heads * D]: [R, H, D]; see `kernels.turn_and_store`."""
+        memory = self.cache.memory(layer)
+        q = kernels.turn_and_store(qkv, norms, rope, memory, self._write_slots(1), self.cache.codec.largest)
+        return self._decode(layer, q, window)
+
+    def _decode(self, layer: int, q: Tensor, window: int) -> Tensor:
+        cache = self.cache
         out: Tensor = kernels.decode(
-            q[:, :, 0], memory, self.table, self.start, cache.block, window, cache.codec.largest
+            q, cache.memory(layer), self.table, self.start, cache.block, window, cache.codec.largest
         )
-        return out[:, :, None]
+        return out
 
     def _write_slots(self, new_tokens: int) -> Tensor:
         """Where the new tokens go, int64 [R T]; padding goes to block 0."""

@@ -31,6 +31,7 @@ from torch import Tensor
 from lowbit.errors import ConfigError, NonFiniteError
 from lowbit.infer.blocks import BlockPool
 from lowbit.infer.cache import PagedCache, View
+from lowbit.infer.fused import exchange, join
 from lowbit.infer.graphs import Steps, bucket
 from lowbit.infer.kv_codec import KvCodec, KvFormat
 from lowbit.infer.native import nativise
@@ -80,6 +81,7 @@ class EmbeddedSampler:
         prefill_tokens: int | None = None,
         graphs: bool = True,
         packed: bool = True,
+        fused: bool = True,
     ) -> None:
         """
         Args:
@@ -91,7 +93,7 @@ class EmbeddedSampler:
             share: use the model's own parameters (`update` then only derives anew what products read); else copies.
             block: tokens of a block of the cache. prefill_tokens: most tokens that are read at once.
             graphs, packed: on a GPU, capture the decoding step; multiply by weights in few bits where that is faster,
-                and not by BF16 copies of them.
+                and not by BF16 copies of them. fused: in BF16 on a GPU, compute a layer in fewer kernels.
 
         Raises:
             ConfigError: a precision whose activations are scaled across the batch; no slots.
@@ -104,9 +106,14 @@ class EmbeddedSampler:
         self.model.eval()
         self.packed = pack_layers(self.model) + nativise(self.model) if packed else 0
         """Layers that multiply by weights in few bits, and not by BF16 copies of them."""
+        fuse = gpu and fused and self.model.compute_dtype is torch.bfloat16
+        if fuse:
+            exchange(self.model)
         self.eot_id, self.deterministic = eot_id, deterministic
         self.slots = -(-slots // EVEN) * EVEN if deterministic else slots
         self.weights = HeldWeights(self.model, share)
+        if fuse:
+            join(self.model, self.weights)
         self.version = 0
         self.codec = KvCodec.of(kv, self.model.compute_dtype)
         self.block = block or (GPU_BLOCK if gpu else CPU_BLOCK)

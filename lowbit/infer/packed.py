@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lowbit.infer import kernels
 from lowbit.models.layers import Linear
@@ -63,7 +64,8 @@ class PackedLinear(LowbitLinear):
         """Make both forms of the weight."""
         stream = Stream(self.key, self.clock, Product.FPROP, Side.RIGHT)
         made = factor(self.weight, self.policy.fprop.right, stream, None, dtype, wanted=Wanted.BOTH)
-        self.frozen, self.frozen_scale = made.operand().to(dtype), made.after()
+        self.frozen, after = made.operand().to(dtype), made.after()
+        self.frozen_scale = None if after is None else after.expand(self.out_features, 1).contiguous()
         packed = pack(made)
         self.frozen_data = packed.data[: self.out_features].view(torch.uint8)
         if packed.scales.dtype is torch.uint8:
@@ -71,18 +73,25 @@ class PackedLinear(LowbitLinear):
 
     def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
         """See `LowbitLinear.project_together`."""
-        rows = x.numel() // x.shape[-1]
         layers = [layer for layer in (self, *others) if isinstance(layer, PackedLinear)]
-        if rows > MOST_ROWS or rows == 0 or len(layers) <= len(others):
+        if len(layers) <= len(others):
             return super().project_together(x, others)
-        flat = x.reshape(rows, -1)
-        return tuple(layer.packed(flat).view(*x.shape[:-1], -1) for layer in layers)
+        flat = x.reshape(-1, x.shape[-1])
+        outputs = []
+        for layer in layers:
+            assert layer.frozen is not None and layer.frozen_data is not None
+            y = layer.multiply(flat, layer.frozen, layer.frozen_data, layer.frozen_scales, layer.frozen_scale)
+            outputs.append(y.view(*x.shape[:-1], -1))
+        return tuple(outputs)
 
-    def packed(self, x: Tensor) -> Tensor:
-        """x [rows, in] -> [rows, out] by the packed weight."""
+    def multiply(self, x: Tensor, dense: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
+        """x [rows, in] -> [rows, out] by a weight in both forms: the packed one for few rows."""
         spec = self.policy.fprop.right.spec
-        assert self.frozen_data is not None and spec is not None
-        return product(x, self.frozen_data, self.frozen_scales, self.frozen_scale, spec)
+        assert spec is not None
+        if 0 < x.shape[0] <= MOST_ROWS:
+            return product(x, data, scales, after, spec)
+        y = F.linear(x, dense)
+        return y if after is None or y.numel() == 0 else scaled(y, after)
 
 
 def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, spec: QuantSpec) -> Tensor:
@@ -91,6 +100,14 @@ def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None
     block = spec.block[1] if scales is not None else 0
     y: Tensor = kernels.packed_product(x, data, scales, after, spec.element.bits, block)
     return y
+
+
+def scaled(y: Tensor, after: Tensor) -> Tensor:
+    """y [rows, out] times FP32 [out, 1], rounded once more: what the emulation does after its product."""
+    if y.is_cuda:
+        out: Tensor = kernels.scaled(y, after)
+        return out
+    return (y.float() * after.t()).to(y.dtype)
 
 
 def pack_layers(model: Transformer) -> int:

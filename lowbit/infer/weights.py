@@ -15,7 +15,7 @@ Sums are taken on the sampler's device, in one order, so equality is exact; they
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 import torch
@@ -141,6 +141,15 @@ class HeldWeights:
         if held.data_ptr() != tensor.data_ptr():
             write(held, tensor)
         return held
+
+    def join(self, names: Sequence[str], attribute: str) -> Tensor:
+        """Put what some layers hold under this name into one buffer, of which each then holds a part."""
+        parts = [self._derived[f"{name}.{attribute}"] for name in names]
+        buffer = torch.cat(parts)
+        for name, part in zip(names, torch.split(buffer, [len(part) for part in parts]), strict=True):
+            self._derived[f"{name}.{attribute}"] = part
+            setattr(self.layers[name], attribute, part)
+        return buffer
 
     def _check(self, made: dict[str, Tensor], sent: dict[str, Tensor]) -> float:
         """Compare everything with what is held now; the fingerprint of all weights."""

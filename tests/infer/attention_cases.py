@@ -29,8 +29,8 @@ def compare(fmt: KvFormat, dtype: torch.dtype, group: int, window: int, block: i
     generator = torch.Generator().manual_seed(1)
     order = 1 + torch.randperm(len(ROWS) * width, generator=generator)
     lines = torch.cat((torch.zeros(len(ROWS), 3, dtype=torch.int64), order.view(len(ROWS), width)), 1).to(device)
-    table = lines[:, 3:]  # as in the slots: rows that are not next to each other
-    start = torch.tensor(ROWS, device=device)
+    lines[:, 1] = torch.tensor(ROWS)
+    start, table = lines[:, 1], lines[:, 3:]  # as in the slots: numbers that are not next to each other
     for cache in (ours, theirs):
         places = torch.arange(block, cache.keys.shape[1], device=device)
         old = torch.randn(2, len(places), heads, dim, generator=torch.Generator().manual_seed(2)).to(device, dtype)

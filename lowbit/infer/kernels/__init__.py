@@ -3,32 +3,25 @@
 Triton comes with the CUDA builds of PyTorch and is needed for nothing else, so it is imported only there.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 Memory = tuple[Tensor, Tensor, Tensor, Tensor]
 """Keys, values [places, Hkv, D] and their scales [places, Hkv] of one layer."""
 
-if torch.version.cuda is not None:
+if TYPE_CHECKING or torch.version.cuda is not None:
     from lowbit.infer.kernels.attention import decode, store
+    from lowbit.infer.kernels.fused import rms_norm, scaled, silu_mul, turn_and_store
     from lowbit.infer.kernels.packed import packed_product
 else:
 
-    def packed_product(
-        x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, bits: int, block: int, asm: bool = True
-    ) -> Tensor:
+    def _never(*arguments: Any) -> Any:
         """Never reached: used for CUDA tensors only."""
         raise RuntimeError("this PyTorch has no CUDA")
 
-    def store(k: Tensor, v: Tensor, memory: Memory, slots: Tensor, largest: float | None) -> None:
-        """Never reached: used for CUDA tensors only."""
-        raise RuntimeError("this PyTorch has no CUDA")
-
-    def decode(
-        q: Tensor, memory: Memory, table: Tensor, start: Tensor, block: int, window: int, largest: float | None
-    ) -> Tensor:
-        """Never reached: used for CUDA tensors only."""
-        raise RuntimeError("this PyTorch has no CUDA")
+    decode = store = rms_norm = scaled = silu_mul = turn_and_store = packed_product = _never
 
 
 def handles(keys: Tensor) -> bool:
@@ -37,4 +30,14 @@ def handles(keys: Tensor) -> bool:
     return keys.is_cuda and 16 <= dim <= 256 and dim & (dim - 1) == 0
 
 
-__all__ = ["Memory", "decode", "handles", "packed_product", "store"]
+__all__ = [
+    "Memory",
+    "decode",
+    "handles",
+    "packed_product",
+    "rms_norm",
+    "scaled",
+    "silu_mul",
+    "store",
+    "turn_and_store",
+]

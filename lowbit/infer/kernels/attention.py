@@ -28,9 +28,9 @@ CHUNK = 256
 
 
 @triton.jit
-def _store_one(x, memory, scales, at, place, D: tl.constexpr, LARGEST: tl.constexpr, INTEGER: tl.constexpr):  # type: ignore[no-untyped-def]
+def put_codes(number, memory, scales, place, D: tl.constexpr, LARGEST: tl.constexpr, INTEGER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write a head's D numbers to a place of the cache, as `KvCodec.encode` makes them."""
     offsets = tl.arange(0, D)
-    number = tl.load(x + at + offsets)
     if LARGEST == 0:
         tl.store(memory + place * D + offsets, number.to(memory.dtype.element_ty))
     else:
@@ -52,8 +52,9 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.load(slots + row) * HEADS + head
-    _store_one(k, keys, key_scales, row * k_row + head * k_head, place, D, LARGEST, INTEGER)
-    _store_one(v, values, value_scales, row * v_row + head * v_head, place, D, LARGEST, INTEGER)
+    d = tl.arange(0, D)
+    put_codes(tl.load(k + row * k_row + head * k_head + d), keys, key_scales, place, D, LARGEST, INTEGER)
+    put_codes(tl.load(v + row * v_row + head * v_head + d), values, value_scales, place, D, LARGEST, INTEGER)
 
 
 def store(k: Tensor, v: Tensor, memory: Memory, slots: Tensor, largest: float | None) -> None:
@@ -72,12 +73,12 @@ def store(k: Tensor, v: Tensor, memory: Memory, slots: Tensor, largest: float | 
 @triton.jit
 def _piece_kernel(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, table, start, partial, logsums,
-    q_row, q_head, table_row, scale,
+    q_row, q_head, table_row, start_row, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row, head, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    length = tl.load(start + row).to(tl.int32) + 1
+    length = tl.load(start + row * start_row).to(tl.int32) + 1
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
@@ -120,11 +121,11 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join_kernel(  # type: ignore[no-untyped-def]
-    partial, logsums, start, out,
+    partial, logsums, start, out, start_row,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length = tl.load(start + row).to(tl.int32) + 1
+    length = tl.load(start + row * start_row).to(tl.int32) + 1
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
@@ -149,7 +150,7 @@ def decode(
     """q [R, H, D], one token of each row, over the row's own keys, the token's included -> [R, H, D].
 
     Args:
-        memory: of one layer. table: int64 [R, n], any row stride. start: int64 [R], tokens before this one.
+        memory: of one layer. table: int64 [R, n], any row stride. start: int64 [R], any stride, tokens before this one.
         block: tokens of a block. window: tokens that are seen, 0 for all. largest: of a code; None: no codes.
     """
     keys, values, key_scales, value_scales = memory
@@ -163,12 +164,13 @@ def decode(
     group = heads // shared
     _piece_kernel[(rows, shared, pieces)](
         q, keys, values, key_scales, value_scales, table, start, partial, logsums,
-        q.stride(0), q.stride(1), table.stride(0), 1 / math.sqrt(dim),
+        q.stride(0), q.stride(1), table.stride(0), start.stride(0), 1 / math.sqrt(dim),
         HEADS=shared, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), D=dim, BLOCK=block,
         TILE=min(block, 64), CHUNK=CHUNK, PIECES=pieces, WINDOW=window, SCALED=largest is not None,
         num_warps=4,
     )  # fmt: skip
     _join_kernel[(rows, heads)](
-        partial, logsums, start, out, H=heads, D=dim, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, num_warps=1
-    )
+        partial, logsums, start, out, start.stride(0),
+        H=heads, D=dim, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, num_warps=1,
+    )  # fmt: skip
     return out

@@ -1,0 +1,177 @@
+"""Fewer launches a step: a sampler's modules exchanged for ones that compute the same in fewer kernels, on a GPU.
+
+A decoding step of a small model is bound by the number of its kernels (`kernels/fused.py`), so here
+
+    q, k, v and gate, up     are one product each: their frozen weights lie in one buffer, of which theirs are views
+    RMSNorm                  is one kernel in place of three
+    the gated MLP            multiplies silu(gate) and up in one
+    attention                normalises, turns and stores in one kernel before it attends
+
+which leaves twelve launches a layer of some twenty-four. Only the sampler's own tree of modules is touched, so the
+model as written stays the definition; a layer that does not fit a pattern stays what it is.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowbit.infer import kernels
+from lowbit.infer.cache import View
+from lowbit.infer.packed import PackedLinear
+from lowbit.infer.weights import HeldWeights
+from lowbit.models.attention import AttentionMask
+from lowbit.models.block import KV, Attention, AttentionOutput, Rope
+from lowbit.models.layers import KVCache, Linear, RMSNorm, project
+from lowbit.models.moe import Mlp
+from lowbit.models.transformer import Transformer
+
+
+class FusedNorm(RMSNorm):
+    """`RMSNorm` in one kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> [..., width]."""
+        y: Tensor = kernels.rms_norm(x, self.weight, self.eps)
+        return y
+
+
+class FusedMlp(Mlp):
+    """The gated `Mlp` with one kernel between its products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> [..., width]."""
+        assert self.gate is not None
+        gate, up = project(x, self.gate, self.up)
+        hidden = kernels.silu_mul(gate.flatten(0, -2), up.flatten(0, -2))
+        y: Tensor = self.down(hidden.view(*x.shape[:-1], -1))
+        return y
+
+
+class FusedAttention(Attention):
+    """`Attention` whose decoding step normalises, turns and stores in one kernel."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: AttentionMask,
+        rope: Rope,
+        borrowed: KV | None = None,
+        cache: KVCache | None = None,
+        slot: int = 0,
+    ) -> AttentionOutput:
+        """See `Attention.forward`."""
+        if not isinstance(cache, View) or not cache.decodes(x.shape[1]) or self.k is None or self.v is None:
+            return super().forward(x, mask, rope, borrowed, cache, slot)
+        q, k, v = project(x[:, 0], self.q, self.k, self.v)
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        y = cache.decode(slot, (q, k, v), norms, rope, mask)
+        return AttentionOutput(self.out(y.flatten(1))[:, None], None, None, None)
+
+
+class JoinedLinear(Linear):
+    """A `Linear` that multiplies for its siblings, too."""
+
+    joined: "Joined | None" = None
+
+    def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """See `Linear.project_together`."""
+        if self.joined is None or not self.joined.fits(others):
+            return super().project_together(x, others)
+        return torch.split(F.linear(x, self.joined.weight), self.joined.sizes, dim=-1)
+
+
+class Joined:
+    """Frozen weights of siblings in one buffer."""
+
+    def __init__(self, held: HeldWeights, names: Sequence[str]) -> None:
+        layers = [held.layers[name] for name in names]
+        self.others = layers[1:]
+        self.sizes = [layer.out_features for layer in layers]
+        self.weight = held.join(names, "frozen")
+
+    def fits(self, others: Sequence[nn.Module]) -> bool:
+        """Whether these are the siblings."""
+        return len(others) == len(self.others) and all(a is b for a, b in zip(others, self.others, strict=True))
+
+
+class JoinedPacked(PackedLinear):
+    """A `PackedLinear` that multiplies for its siblings, too."""
+
+    joined: "PackedBuffers | None" = None
+
+    def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """See `Linear.project_together`."""
+        if self.joined is None or not self.joined.fits(others):
+            return super().project_together(x, others)
+        flat = x.reshape(-1, x.shape[-1])
+        y = self.multiply(flat, self.joined.weight, self.joined.data, self.joined.scales, self.joined.after)
+        return torch.split(y.view(*x.shape[:-1], -1), self.joined.sizes, dim=-1)
+
+
+class PackedBuffers(Joined):
+    """Of packed siblings: codes and scales as well."""
+
+    def __init__(self, held: HeldWeights, names: Sequence[str]) -> None:
+        super().__init__(held, names)
+        self.data = held.join(names, "frozen_data")
+        first = held.layers[names[0]]
+        assert isinstance(first, PackedLinear)
+        self.scales = None if first.frozen_scales is None else held.join(names, "frozen_scales")
+        self.after = None if first.frozen_scale is None else held.join(names, "frozen_scale")
+
+
+def exchange(model: Transformer) -> None:
+    """Exchange the modules of a sampler's model, before its weights are held."""
+    for block in model.blocks:
+        for norm in ("attention_norm", "mlp_norm"):
+            _become(getattr(block, norm), RMSNorm, FusedNorm)
+        for module in block.modules():
+            if isinstance(module, Mlp) and module.gate is not None:
+                _become(module, Mlp, FusedMlp)
+                _lead(module.gate, [module.up])
+        attention = block.attention
+        assert isinstance(attention, Attention)
+        if attention.k is None or attention.v is None:
+            continue
+        _lead(attention.q, [attention.k, attention.v])
+        if attention.q_norm is None or attention.q_norm.weight.shape[0] == attention.head_dim:
+            _become(attention, Attention, FusedAttention)
+    _become(model.final_norm, RMSNorm, FusedNorm)
+
+
+def _become(module: nn.Module, was: type[nn.Module], will: type[nn.Module]) -> None:
+    """Another class of the same fields; of exactly that class only."""
+    if type(module) is was:
+        module.__class__ = will
+
+
+def _lead(first: Linear, others: Iterable[Linear]) -> None:
+    """Make the first of siblings of one kind the one that multiplies."""
+    for was, will in ((Linear, JoinedLinear), (PackedLinear, JoinedPacked)):
+        if all(type(layer) is was for layer in (first, *others)):
+            _become(first, was, will)
+
+
+def join(model: Transformer, held: HeldWeights) -> None:
+    """Put the frozen weights of siblings side by side."""
+    names = {id(layer): name for name, layer in held.layers.items()}
+    for block in model.blocks:
+        for module in block.modules():
+            if isinstance(module, Mlp) and module.gate is not None:
+                _join(held, names, [module.gate, module.up])
+            elif isinstance(module, Attention) and module.k is not None and module.v is not None:
+                _join(held, names, [module.q, module.k, module.v])
+
+
+def _join(held: HeldWeights, names: dict[int, str], layers: list[Linear]) -> None:
+    first, found = layers[0], [names[id(layer)] for layer in layers]
+    if any(layer.frozen is None or layer.frozen.dtype is not torch.bfloat16 for layer in layers):
+        return  # FP32 copies are the masters themselves
+    if isinstance(first, JoinedLinear):
+        first.joined = Joined(held, found)
+    elif isinstance(first, JoinedPacked):
+        first.joined = PackedBuffers(held, found)

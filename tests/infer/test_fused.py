@@ -1,0 +1,158 @@
+"""Exchanged modules: the same numbers in fewer launches, and joined weights that are replaced in place."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sampler_oracle import logprobs_of, model_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.configs.schema import NormPlacement, PrecisionConfig
+from lowbit.infer import kernels, packed
+from lowbit.infer.embedded import EmbeddedSampler
+from lowbit.infer.fused import FusedNorm, JoinedLinear, JoinedPacked, exchange, join
+from lowbit.infer.packed import PackedLinear
+from lowbit.infer.requests import Request
+from lowbit.infer.sampling import SamplingConfig
+from lowbit.infer.weights import HeldWeights
+from lowbit.models.layers import weights_and_state
+from lowbit.quant.apply import candidates
+from lowbit.quant.linear import LowbitLinear
+from lowbit.quant.quantised import Packed
+from lowbit.quant.spec import QuantSpec
+from lowbit.quant.stages import resolve
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+REQUESTS = [Request((1, 2, 3), 0, 12, 3), Request(tuple(range(18)), 1, 10, 2)]
+WIDE: dict[str, object] = {"width": 128, "heads": 4, "kv_heads": 2, "mlp_width": 256, "init_std": 0.1}
+
+
+@pytest.fixture
+def written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the kernels what defines them, so that all the rest runs on a CPU."""
+
+    def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, spec: QuantSpec) -> Tensor:
+        shape, blocks = (len(data), x.shape[1]), (len(data), x.shape[1] // (spec.block[1] or x.shape[1]))
+        stands = Packed(data, after if scales is None else scales, None, shape, spec, blocks, False)  # type: ignore[arg-type]
+        if scales is None:
+            return (
+                F.linear(x.float(), stands.unpack().operand().float())
+                .mul(1 if after is None else after.t())
+                .to(x.dtype)
+            )
+        one = torch.ones(1, 1)
+        values = Packed(data, scales, one, shape, spec, blocks, False).unpack().operand().float()
+        return F.linear(x.float(), values).mul(1 if after is None else after.t()).to(x.dtype)
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+    monkeypatch.setattr(packed, "product", product)
+    monkeypatch.setattr(kernels, "rms_norm", rms_norm)
+    monkeypatch.setattr(kernels, "silu_mul", lambda gate, up: F.silu(gate) * up)
+
+
+def _near(d: Tensor, precision: str | None) -> None:
+    """Differences of log-probabilities are those of sums in another order."""
+    if precision == "nvfp4":  # a 4-bit staircase: a few tokens fall on another step
+        assert d.abs().median() < 0.02
+    else:
+        assert (d.exp() - 1 - d).mean() < 1e-3
+
+
+def _fused(engine: EmbeddedSampler) -> EmbeddedSampler:
+    """What the constructor does on a GPU."""
+    for name, layer in candidates(engine.model).items():
+        if isinstance(layer, LowbitLinear) and packed.weight_only(layer.policy):
+            made = PackedLinear.of(layer, layer.policy, layer.key, layer.clock, name)
+            parent, _, attribute = name.rpartition(".")
+            setattr(engine.model.get_submodule(parent), attribute, made)
+    exchange(engine.model)
+    engine.weights = HeldWeights(engine.model, shared=False)
+    join(engine.model, engine.weights)
+    return engine
+
+
+@pytest.mark.usefixtures("written_out")
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4", "nvfp4_w4a16", "mxfp8_w8a16", "fp8_w8a16"])
+def test_joined_products_are_those_of_each_layer(precision: str) -> None:
+    """Also after an update, at the old addresses."""
+    policy = resolve(PrecisionConfig(sampler=precision))
+    model, new = model_of(torch.bfloat16, **WIDE), model_of(torch.bfloat16, seed=9, **WIDE)
+    plain = EmbeddedSampler(model, None, policy, slots=4)
+    engine = _fused(EmbeddedSampler(model, None, policy, slots=4))
+    kinds = {type(layer) for layer in candidates(engine.model).values()}
+    assert (JoinedLinear in kinds) == (precision == "bf16") and (JoinedPacked in kinds) == precision.endswith("a16")
+    assert isinstance(engine.model.final_norm, FusedNorm)
+    for weights in (None, new):
+        if weights is not None:
+            where = {name: tensor.data_ptr() for name, tensor in engine.weights._derived.items()}
+            for each in (plain, engine):
+                each.update(weights_and_state(weights).items(), 1)
+            assert {name: tensor.data_ptr() for name, tensor in engine.weights._derived.items()} == where
+        for request, group in zip(REQUESTS, engine.sample(REQUESTS, SamplingConfig(), seed=1), strict=True):
+            for sample in group:
+                _near(
+                    torch.tensor(sample.logprobs) - logprobs_of(plain.model, request, sample, SamplingConfig()),
+                    precision,
+                )
+
+
+@pytest.mark.usefixtures("written_out")
+def test_parts_of_a_buffer_are_what_layers_hold() -> None:
+    engine = _fused(EmbeddedSampler(model_of(torch.bfloat16, **WIDE), None, slots=4))
+    attention = engine.model.blocks[1].attention
+    joined = attention.q.joined
+    assert torch.equal(
+        joined.weight, torch.cat([layer.weight.bfloat16() for layer in (attention.q, attention.k, attention.v)])
+    )
+    x = torch.randn(3, 128).bfloat16()
+    together = attention.q.project_together(x, [attention.k, attention.v])
+    for y, layer in zip(together, (attention.q, attention.k, attention.v), strict=True):
+        torch.testing.assert_close(y, F.linear(x, layer.weight.bfloat16()), rtol=2**-7, atol=1e-3)
+    [alone] = attention.q.project_together(x, [])
+    torch.testing.assert_close(alone, together[0], rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+@pytest.mark.parametrize("case", ["parts", "qk_norm", "no_norm", "local", "int8"])
+def test_the_kernels_in_the_interpreter(case: str) -> None:
+    """The parts alone, and whole engines."""
+    script = Path(__file__).with_name("fused_cases.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script, case], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == [case]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_parts_on_a_gpu(dtype: torch.dtype) -> None:
+    from fused_cases import compare_parts
+
+    compare_parts(dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [None, "nvfp4", "nvfp4_w4a16", "mxfp8_w8a16", "fp8_row"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"qk_norm": False}, {"windows": [20, 0]}, {"norm_placement": NormPlacement.after}], ids=str
+)
+def test_a_fused_engine_is_one_that_is_not(changes: dict[str, object], precision: str | None) -> None:
+    policy = None if precision is None else resolve(PrecisionConfig(sampler=precision))
+    model = model_of(torch.bfloat16, **(WIDE | changes)).cuda()
+    plain = EmbeddedSampler(model, None, policy, slots=8, fused=False, packed=False)
+    requests = [Request((1, 2, 3), i, 40, 4) for i in range(5)]
+    apart = []
+    for request, group in zip(
+        requests, EmbeddedSampler(model, None, policy, slots=8).sample(requests, SamplingConfig(), seed=1), strict=True
+    ):
+        for sample in group:
+            apart.append(torch.tensor(sample.logprobs) - logprobs_of(plain.model, request, sample, SamplingConfig()))
+    _near(torch.cat(apart), precision)
