@@ -61,7 +61,8 @@ class KvCodec:
         inverse = torch.where(amax > 0, self.largest / amax, 0.0)
         scaled = (x * inverse[..., None]).clamp(-self.largest, self.largest)
         codes = (scaled.round() if self.dtype is torch.int8 else scaled).to(self.dtype)
-        return codes, amax / self.largest
+        # By a tensor: a GPU divides by a number as it multiplies by its rounded inverse.
+        return codes, amax / torch.full_like(amax, self.largest)
 
     def decode(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The numbers that codes stand for, in `dtype`."""
