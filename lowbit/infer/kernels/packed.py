@@ -20,6 +20,8 @@ multiplied twice. A tile is BN rows of W; since there are fewer tiles than proce
 and a second kernel adds the parts in order.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,29 @@ from torch import Tensor
 
 E2M1_BITS, E4M3_BITS = 4, 8
 PROCESSORS = 132
-"""Of an H100 or H200; programs are about twice as many."""
+"""Of an H100 or H200."""
+STEP = 128
+"""Numbers of a row that are read at once."""
+
+
+class Shape(NamedTuple):
+    """How a number of rows is cut; chosen so that no register spills (compiled for sm_90)."""
+
+    tile: int
+    """Rows of W in a program."""
+    warps: int
+    stages: int
+    programs: int
+    """On a processor at once."""
+
+
+_SHAPES = {
+    16: Shape(64, 4, 5, 4),
+    32: Shape(64, 4, 4, 2),
+    64: Shape(128, 8, 3, 1),
+    128: Shape(128, 8, 3, 1),
+}
+"""By rows of x, padded."""
 
 _HALVES = """
 {
@@ -78,9 +102,15 @@ def _e4m3(code, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _block_scale(scales, n, block, N, BLOCKS, E8M0: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales of rows n and blocks `block`: [BN, blocks]."""
-    code = tl.load(scales + n[:, None] * BLOCKS + block[None, :], mask=n[:, None] < N, other=0).to(tl.int32)
+def _scale_codes(scales, n, block, N, BLOCKS):  # type: ignore[no-untyped-def]
+    """The bytes of scales of rows n and blocks `block`, int32 [BN, blocks]; 0 beyond the last."""
+    inside = (n[:, None] < N) & (block[None, :] < BLOCKS)
+    return tl.load(scales + n[:, None] * BLOCKS + block[None, :], mask=inside, other=0).to(tl.int32)
+
+
+@triton.jit
+def _scale(code, E8M0: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What they stand for."""
     if E8M0:
         return tl.where(code > 0, code << 23, 1 << 22).to(tl.float32, bitcast=True).to(dtype)
     return _e4m3(code, dtype)
@@ -96,6 +126,9 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     out = tl.zeros((BM, BN), tl.float32)
     begin = tl.program_id(1) * part
     dtype: tl.constexpr = x.dtype.element_ty
+    if BLOCK > 0:  # one step ahead: single bytes cannot be copied asynchronously, as the data is
+        blocks = tl.arange(0, BK // BLOCK)
+        code = _scale_codes(scales, n, begin // BLOCK + blocks, N, K // BLOCK)
     for k in range(begin, tl.minimum(begin + part, K), BK):
         rows = tl.load(x + m[:, None] * x_row + (k + tl.arange(0, BK))[None, :], mask=m[:, None] < M, other=0.0)
         if BITS == 4:
@@ -108,7 +141,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             else:
                 wide = byte.to(tl.int32)
                 low, high = _e2m1(wide & 15, dtype), _e2m1(wide >> 4, dtype)
-            scale = _block_scale(scales, n, k // BLOCK + tl.arange(0, BK // BLOCK), N, K // BLOCK, False, dtype)
+            scale = _scale(code, False, dtype)
+            code = _scale_codes(scales, n, (k + BK) // BLOCK + blocks, N, K // BLOCK)
             spread = tl.broadcast_to(scale[:, :, None], (BN, BK // BLOCK, BLOCK // 2))
             spread = tl.reshape(spread, (BN, BK // 2))
             even, odd = tl.split(tl.reshape(rows, (BM, BK // 2, 2)))
@@ -122,7 +156,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             else:
                 number = _e4m3(byte.to(tl.int32), dtype)
             if BLOCK > 0:
-                scale = _block_scale(scales, n, k // BLOCK + tl.arange(0, BK // BLOCK), N, K // BLOCK, True, dtype)
+                scale = _scale(code, True, dtype)
+                code = _scale_codes(scales, n, (k + BK) // BLOCK + blocks, N, K // BLOCK)
                 spread = tl.broadcast_to(scale[:, :, None], (BN, BK // BLOCK, BLOCK))
                 number = number * tl.reshape(spread, (BN, BK))
             out = tl.dot(rows, tl.trans(number), out, input_precision="ieee")
@@ -159,17 +194,17 @@ def packed_product(
     rows, width = x.shape
     columns = data.shape[0]
     padded = max(16, triton.next_power_of_2(rows))
-    tile = 32 if padded == 16 else 64 if padded == 32 else 128
-    step = 256 if padded <= 32 and width % 256 == 0 else 128
-    tiles = triton.cdiv(columns, tile)
-    parts = max(1, min(2 * PROCESSORS // tiles, width // step // 2))
-    part = triton.cdiv(width // step, parts) * step
+    shape = _SHAPES[padded]
+    tiles = triton.cdiv(columns, shape.tile)
+    parts = max(1, min(shape.programs * PROCESSORS // tiles, width // STEP // 2))
+    part = triton.cdiv(width // STEP, parts) * STEP
     parts = triton.cdiv(width, part)
     partial = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
     y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     _product_kernel[(tiles, parts)](
         x, data, data if scales is None else scales, partial, rows, columns, width, x.stride(0), part,
-        BITS=bits, BLOCK=block, BM=padded, BN=tile, BK=step, ASM=asm, num_warps=4,
+        BITS=bits, BLOCK=block, BM=padded, BN=shape.tile, BK=STEP, ASM=asm,
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     kind = 0 if after is None else 1 if after.numel() == 1 else 2
     size = rows * columns
