@@ -18,7 +18,7 @@ def with_absolute_paths(config: Config) -> Config:
             data,
             sources={name: _source(source) for name, source in data.sources.items()},
             tokenizer=dataclasses.replace(tokenizer, path=_absolute(tokenizer.path)),
-            cache_dir=str(Path(data.cache_dir).absolute()),
+            cache_dir=str(Path(data.cache_dir).expanduser().absolute()),
         ),
     )
 

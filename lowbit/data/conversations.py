@@ -173,7 +173,7 @@ def pack_conversations(
     """
     settings = [FORMAT, identity, tokenizer.digest, config.held_out, config.sequence_length]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    folder = Path(config.cache_dir) / "packed" / f"{name}-trees-{key}"
+    folder = Path(config.cache_dir).expanduser() / "packed" / f"{name}-trees-{key}"
     if not (folder / MANIFEST).is_file():
         with folder_lock(folder, report):
             remove_leftovers(folder)

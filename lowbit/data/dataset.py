@@ -276,7 +276,7 @@ def _tokenizer_folder(config: DataConfig, listings: list[Listing]) -> Path:
     parts = [[listing.name, listing.identity, listing.config.weight] for listing in listings]
     settings = [parts, config.tokenizer.vocab_size, config.tokenizer.train_bytes, config.held_out]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    return Path(config.cache_dir) / "tokenizers" / f"bpe{config.tokenizer.vocab_size}-{key}"
+    return Path(config.cache_dir).expanduser() / "tokenizers" / f"bpe{config.tokenizer.vocab_size}-{key}"
 
 
 def _training_sample(config: DataConfig, listings: list[Listing]) -> Iterator[str]:

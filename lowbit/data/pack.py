@@ -59,7 +59,7 @@ def packed_folder(listing: Listing, tokenizer: Tokenizer, config: DataConfig) ->
     """Where a source is packed: its name and a hash of listing, tokenizer and the settings that shape the result."""
     settings = [FORMAT, listing.identity, tokenizer.digest, config.held_out, config.shard_tokens]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    return Path(config.cache_dir) / "packed" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', listing.name)}-{key}"
+    return Path(config.cache_dir).expanduser() / "packed" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', listing.name)}-{key}"
 
 
 def pack_source(

@@ -61,3 +61,23 @@ def test_only_what_is_a_path_changes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
     assert data.tokenizer.path == "" and data.cache_dir == str(tmp_path / "data")
     assert with_absolute_paths(replace(RunConfig(), data=data)).data == data
+
+
+@pytest.mark.parametrize("kind", [SourceKind.files, SourceKind.conversations])
+def test_a_tilde_is_the_home_folder(
+    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: SourceKind
+) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home / "text", here):
+        folder.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    lines = [f'{{"text": "document {i}: {i * i} and more of it, until there is enough"}}\n' for i in range(60)]
+    (home / "text" / "a.jsonl").write_text("".join(lines), encoding="utf-8")
+    source = SourceConfig(kind=kind, path="~/text")
+    tokenizer = TokenizerConfig(kind=TokenizerKind.bpe, vocab_size=270)
+    data = replace(tiny_run.data, sources={"text": source}, tokenizer=tokenizer, cache_dir="~/packed", held_out=0.3)
+    pretrain(replace(tiny_run, data=data, max_steps=1), Path("run"))
+    assert (home / "packed" / "packed").is_dir() and (home / "packed" / "tokenizers").is_dir()
+    assert [path.name for path in here.iterdir()] == ["run"]
+    assert load_run(here / "run", device="cpu").config.data.cache_dir == str(home / "packed")
