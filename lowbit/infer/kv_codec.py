@@ -58,11 +58,12 @@ class KvCodec:
             return x.to(self.dtype), None
         x = x.float()
         amax = x.abs().amax(-1)
-        inverse = torch.where(amax > 0, self.largest / amax, 0.0)
+        # Divided by and into a tensor: PyTorch multiplies by an inverse where one of the two is a number.
+        largest = torch.full_like(amax, self.largest)
+        inverse = torch.where(amax > 0, largest / amax, 0.0)
         scaled = (x * inverse[..., None]).clamp(-self.largest, self.largest)
         codes = (scaled.round() if self.dtype is torch.int8 else scaled).to(self.dtype)
-        # By a tensor: a GPU divides by a number as it multiplies by its rounded inverse.
-        return codes, amax / torch.full_like(amax, self.largest)
+        return codes, amax / largest
 
     def decode(self, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The numbers that codes stand for, in `dtype`."""
