@@ -34,17 +34,20 @@ class Command(Generic[Config]):
     """The group, its own, whose choices set everything at once."""
     own: tuple[str, ...] = ()
     """Further groups that no other command has."""
+    without: tuple[str, ...] = ()
+    """Groups that it has no use for."""
 
 
 PRETRAIN = Command("pretrain", RunConfig, "preset")
 DISTILL = Command("distill", DistillConfig, "distill")
-RL = Command("rl", RlConfig, "rl", ("task", "algorithm"))
+RL = Command("rl", RlConfig, "rl", ("task", "algorithm"), without=("data",))
 COMMANDS: tuple[Command[RunConfig], ...] = (PRETRAIN, DISTILL, RL)
 
 
 def groups(command: Command[RunConfig] | None = PRETRAIN) -> dict[str, list[str]]:
     """Preset groups of a command (None: of all) and their choices: folders beside this module that hold YAML files."""
     others = {g for c in COMMANDS if command is not None and c is not command for g in (c.presets, *c.own)}
+    others |= set(command.without) if command is not None else set()
     folders = sorted((f for f in resources.files("lowbit.configs").iterdir() if f.is_dir()), key=lambda f: f.name)
     choices = {
         f.name: sorted(y.name.removesuffix(".yaml") for y in f.iterdir() if y.name.endswith(".yaml")) for f in folders

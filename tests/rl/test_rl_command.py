@@ -1,0 +1,193 @@
+"""`lowbit rl` as typed: real processes; mistakes are one line and leave nothing; a killed run goes on to the bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.configs.compose import compose_for
+from lowbit.configs.overrides import RL, groups
+from lowbit.configs.schema_rl import RlConfig
+from lowbit.configs.validate_rl import validate_rl
+from lowbit.errors import ConfigError
+from lowbit.infer.precision import check_sampler
+from lowbit.quant.stages import resolve
+
+QUICK = ["rl=quick", "device=cpu", "logging.every_steps=1", "task.examine=16", "deterministic=true"]
+
+
+def lowbit(cwd: Path, *arguments: str, timeout: float = 200) -> tuple[int, str, str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, "-m", "lowbit", *arguments],
+        cwd=cwd, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line))["step"]]
+
+
+@pytest.mark.slow
+def test_the_quick_run_and_what_takes_it(tmp_path: Path) -> None:
+    """A warm start, rollouts, a better model; `generate` and `report` take the folder; nothing is left to do again."""
+    code, out, err = lowbit(tmp_path, "rl", *QUICK, "run_name=first", "max_steps=6")
+    assert code == 0, err
+    for text in (
+        "warm start: 40 supervised steps",
+        "before: held-out greedy accuracy",
+        " reward ",
+        "next: lowbit generate",
+    ):
+        assert text in out, out
+    run = tmp_path / "runs" / "first"
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
+    assert (run / "samples.jsonl").read_text().count("\n") >= 6
+    code, out, err = lowbit(
+        tmp_path, "generate", "runs/first", "--prompt", "312>", "--max-tokens", "4", "--device", "cpu"
+    )
+    assert code == 0 and out.startswith("312>"), err
+    code, out, err = lowbit(tmp_path, "report", "runs/first")
+    assert code == 0 and "first" in out, err
+    code, out, err = lowbit(tmp_path, "rl", *QUICK, "run_name=first", "max_steps=6")
+    assert code == 0 and "this run is finished" in out and "supervised steps" not in out, err
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_the_run_in_one_piece(tmp_path: Path) -> None:
+    """SIGKILL in the middle, through the real command: rows and samples are then those of an undisturbed run."""
+    settings = [*QUICK, "max_steps=30", "checkpoint.every_steps=5", "checkpoint.background=false"]
+    code, _, err = lowbit(tmp_path, "rl", *settings, "run_name=whole")
+    assert code == 0, err
+    killed = tmp_path / "runs" / "killed"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lowbit", "rl", *settings, "run_name=killed"],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 150
+    while time.monotonic() < deadline and not (killed / "checkpoints" / "step_00000010").is_dir():
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(rows(killed)) < 30, "it was killed on its way"
+    code, out, err = lowbit(tmp_path, "rl", *settings, "run_name=killed")
+    assert code == 0 and "resumed at step" in out, err
+    whole = tmp_path / "runs" / "whole"
+    keys = ("step", "loss", "grad_norm", "reward", "entropy", "mismatch/k3_kl", "length", "groups/zero_variance")
+    assert [[row[k] for k in keys] for row in rows(whole)] == [[row[k] for k in keys] for row in rows(killed)]
+    assert (whole / "samples.jsonl").read_text() == (killed / "samples.jsonl").read_text()
+    assert rows(whole)[-1]["val_accuracy"] == rows(killed)[-1]["val_accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_ranks_of_deepspeed(tmp_path: Path, stage: int) -> None:
+    """torchrun: each rank draws half of the groups; sampler and trainer agree, and the numbers are those of one."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    settings = [*QUICK, "engine=deepspeed", f"engine.zero_stage={stage}", "batch.micro_batch=32", "max_steps=3"]
+    done = subprocess.run(
+        [*launch, "-m", "lowbit", "rl", *settings, "run_name=two"],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=550,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    code, _, err = lowbit(tmp_path, "rl", *QUICK, "batch.micro_batch=32", "max_steps=3", "run_name=one")
+    assert code == 0, err
+    one, two = (rows(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert all(row["mismatch/abs_max"] < 2e-5 for row in two)
+    assert two[0]["reward"] == pytest.approx(one[0]["reward"]), "the same prompts, noise and weights"
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-4)
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-3)
+
+
+REFUSED = [
+    (["rollout.temperature=0"], "rollout.temperature=0.0: greedy answers are all the same"),
+    (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer's log-probabilities are of all tokens"),
+    (["rollout.top_k=5"], "rollout.top_k=5: the trainer's log-probabilities are of all tokens"),
+    (["rollout.max_new_tokens=64"], "with a prompt, that is more than the context of 64 tokens"),
+    (["rollout.samples=1"], "a group of one has no mean"),
+    (["rollout.samples=7"], "an optimizer step takes whole groups; batch.sequences=259 would work"),
+    (["rollout.staleness=1", "rollout.updates=2"], "at least rollout.updates steps old"),
+    (["rollout.staleness=1", "engine=deepspeed"], "drawing ahead works in one process"),
+    (["rollout.staleness=1", "deterministic=true", "max_steps=5"], "depends on the clock"),
+    (["rollout.empty_limit=0"], "must be at least 1"),
+    (["task=calculator", "task.turns=1"], "needs another turn"),
+    (["task=file"], "task.kind=file task.path=: this kind needs a path"),
+    (["task=file", "task.path=nope.jsonl"], "no such file below"),
+    (["task.path=nope.jsonl"], "this kind reads no file"),
+    (["task=reasoning_gym", "task.dataset="], "needs a generator's name"),
+    (["task.template=hello"], "must stand in it, for the problem"),
+    (["data=python_docs"], "data=python_docs: expected"),
+    (["data.sources.mine.path=x"], "there are no documents here"),
+    (["data.tokenizer.kind=bpe"], "no text to train a tokenizer on"),
+    (["algorithm.band_low=1", "algorithm.band_high=1", "algorithm.correction=icepop"], "low must be below high"),
+    (["algorithm=reinforce", "algorithm.dual_clip=3"], "this loss clips no ratio"),
+    (["algorithm.reference=runs"], "nothing would read the reference"),
+    (["algorithm.kl=0.1", "algorithm.reference=nope"], "algorithm.reference=nope: no such folder"),
+    (["teacher.path=nope"], "teacher.path=nope: no such folder"),
+    (["preset=gpu"], "lowbit rl takes rl=cpu or gpu or quick"),
+    (["distill=cpu"], "belongs to another command"),
+    (["algorithm=ppo"], "algorithm takes one of cispo, dapo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate_rl(compose_for(RL, overrides))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("precision", ["fp8_tensor", "nvfp4_nvidia", "nvfp4_quartet2"])
+def test_samplers_whose_scale_spans_the_batch_are_refused(precision: str) -> None:
+    for overrides in ([f"precision={precision}"], [f"precision.sampler={precision}"]):
+        with pytest.raises(ConfigError, match="batch mates"):
+            check_sampler(resolve(compose_for(RL, overrides).precision))
+    check_sampler(resolve(compose_for(RL, ["precision.sampler=nvfp4"]).precision))
+
+
+@pytest.mark.parametrize(("group", "choice"), [(g, c) for g in ("rl", "task", "algorithm") for c in groups(RL)[g]])
+def test_every_preset_composes(group: str, choice: str, tmp_path: Path) -> None:
+    given = [f"{group}={choice}"]
+    if choice == "file":
+        (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}')
+        given.append(f"task.path={tmp_path}/p.jsonl")
+    if choice == "reasoning_gym":
+        given.append("task.dataset=chain_sum")
+    config = compose_for(RL, given)
+    assert isinstance(config, RlConfig)
+    validate_rl(config)
+
+
+@pytest.mark.slow
+def test_mistakes_leave_no_folder(tmp_path: Path) -> None:
+    for arguments, expected in (
+        (["rollout.temperature=0"], "rollout.temperature=0"),
+        (["precision.sampler=fp8_tensor"], "batch mates"),
+        (["reward.functon=a:b"], "nearest: reward.function"),
+    ):
+        code, out, err = lowbit(tmp_path, "rl", *QUICK, *arguments)
+        assert code == 2 and expected in err and err.count("\n") == 1, (arguments, err, out)
+    assert not (tmp_path / "runs").exists()
+    code, out, err = lowbit(tmp_path, "rl", *QUICK, "--cfg", "job")
+    assert code == 0 and "algorithm:" in out and "rollout:" in out
+    code, out, err = lowbit(tmp_path, "rl", *QUICK, "reward.function=nope:f", "warm_start.steps=0")
+    assert code == 2 and "reward.function=nope:f: cannot be imported" in err
+
+
+def test_completion() -> None:
+    from lowbit.cli.complete import rl_candidates
+
+    assert {"algorithm=grpo", "algorithm=gspo"} <= set(rl_candidates("algorithm=g"))
+    assert "rollout.temperature=1.0" in rl_candidates("rollout.tem")
+    assert "task=add" in rl_candidates("task=a")
