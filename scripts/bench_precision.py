@@ -2,9 +2,11 @@
 
     python scripts/bench_precision.py                                # every shape in BF16 and NVFP4
     python scripts/bench_precision.py 20x1280:bf16 20x1280:mxfp8     # SHAPE:RECIPE pairs, in this order
+    python scripts/bench_precision.py 30m:nvfp4 30m:nvfp4:graphs     # and replayed as a CUDA graph (engine.cuda_graphs)
     python scripts/bench_precision.py 30m:nvfp4 --kernels 12         # and the kernels that take longest
 
-The model, its blocks compiled, and the LM head; no optimizer. Inputs are random tokens. Compare rows of one run only.
+`micro_step` of the engine: the model, its blocks compiled, and the LM head; no optimizer. Inputs are random tokens.
+Compare rows of one run only.
 """
 
 import argparse
@@ -17,11 +19,13 @@ from typing import Any
 import torch
 from measure import write
 
-from lowbit.configs.schema import MlpKind, ModelConfig, PrecisionConfig
-from lowbit.models.lm_head import lm_head_loss
+from lowbit.configs.schema import EngineConfig, MlpKind, ModelConfig, OptimConfig, PrecisionConfig
+from lowbit.data.batch import Batch
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import apply_policy, clocks, set_clock
 from lowbit.quant.stages import resolve
+from lowbit.trainer.engine import LocalEngine
+from lowbit.trainer.objective import NextToken
 
 Shape = tuple[ModelConfig, int, int, int]
 """Model, vocabulary, sequences, tokens a sequence."""
@@ -54,7 +58,7 @@ def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
     return taken
 
 
-def bench(shape: str, recipe: str, kernels: int) -> dict[str, Any]:
+def bench(shape: str, recipe: str, graphs: bool, kernels: int) -> dict[str, Any]:
     """One row."""
     config, vocabulary, sequences, length = SHAPES[shape]
     device = torch.device("cuda")
@@ -67,34 +71,32 @@ def bench(shape: str, recipe: str, kernels: int) -> dict[str, Any]:
     model = model.to_empty(device=device)
     model.init_weights(1)
     apply_policy(model, resolve(PrecisionConfig(forward=recipe)), seed=1)
-    model.compile_blocks()
+    engine = LocalEngine(model, OptimConfig(), EngineConfig(cuda_graphs=graphs))
     tokens = torch.randint(0, vocabulary, (sequences, length + 1), device=device)
-    weights = torch.ones(sequences * length, device=device)
-    step = 0
+    weights = torch.ones(sequences, length, device=device)
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), weights, None, weights.numel())
+    objective, step = NextToken(), 0
 
     def micro_batch() -> torch.Tensor:
         nonlocal step
         step += 1
         for clock in clocks(model):
             set_clock(clock, step, 0, 0)
-        hidden = model(tokens[:, :-1].contiguous()).flatten(0, 1)
-        targets = tokens[:, 1:].flatten()
-        out = lm_head_loss(hidden, model.head_weight, targets, weights, vocab_size=vocabulary)
-        (out.loss_sum / len(weights)).backward()  # type: ignore[no-untyped-call]
-        return out.nll_sum
+        return engine.micro_step(objective, batch, 1 / weights.numel()).nll_sum
 
     start = time.perf_counter()
-    loss = micro_batch().item() / len(weights)
+    loss = micro_batch().item() / weights.numel()
     first = time.perf_counter() - start
-    micro_batch()
+    for _ in range(3):  # a graph is recorded on the third pass
+        micro_batch()
     taken = milliseconds(micro_batch)
     if kernels:
         show_kernels(micro_batch, kernels)
     return {
         "shape": shape,
-        "recipe": recipe,
+        "recipe": recipe + (", graphs" if graphs else ""),
         "ms": round(taken, 2),
-        "tokens_per_second": round(len(weights) / taken * 1e3),
+        "tokens_per_second": round(weights.numel() / taken * 1e3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "first_seconds": round(first, 1),
         "loss": round(loss, 4),
@@ -121,8 +123,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for pair in args.pairs:
-        shape, recipe = pair.split(":")
-        rows.append(bench(shape, recipe, args.kernels))
+        shape, recipe, *graphs = pair.split(":")
+        rows.append(bench(shape, recipe, graphs == ["graphs"], args.kernels))
         same = [row for row in rows if row["shape"] == shape and row["recipe"] == "bf16"]
         if same:
             rows[-1]["over_bf16"] = round(rows[-1]["ms"] / same[0]["ms"], 3)

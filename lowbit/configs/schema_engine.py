@@ -39,6 +39,9 @@ class EngineConfig:
     kind: EngineKind = EngineKind.local
     compile: CompileMode = CompileMode.auto
     recompute: Recompute = Recompute.none
+    cuda_graphs: bool = False
+    """local, on a GPU, without experts: replay each micro-batch as a CUDA graph. For small models, which otherwise wait
+    for the host; activations stay allocated between steps, and evaluations need room of their own."""
     zero_stage: int = 1
     """deepspeed: what ranks share instead of each keeping all of it: 0 nothing, 1 optimizer states and master weights,
     2 gradients too, 3 weights too (gathered layer by layer in each pass)."""

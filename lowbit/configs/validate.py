@@ -107,6 +107,7 @@ def validate(config: RunConfig) -> None:
     _batch(config)
     _engine(config)
     _expert_parallel(config)
+    _cuda_graphs(config)
     _schedule(config)
     check_precision(config)
     check_data(config)
@@ -178,6 +179,28 @@ def _engine(config: RunConfig) -> None:
         why = "one process has nobody to send gradients to"
         works = "engine=deepspeed, started with torchrun, or comm=none would work"
         raise refuse(config, "comm.kind", "engine.kind", why=why, works=works)
+    for key in ("comm.error_feedback", "comm.stochastic_rounding"):
+        if value_of(config, key) and config.comm.kind not in SIX_BITS:
+            why = "only a 6-bit code that is chosen by name has it"
+            raise refuse(config, key, "comm.kind", why=why, works=f"comm=sq48 or {key}=false would work")
+    if config.comm.error_feedback and config.comm.stochastic_rounding:
+        why = "what one gives back on average the other gives back exactly"
+        works = "comm.stochastic_rounding=false would work"
+        raise refuse(config, "comm.error_feedback", "comm.stochastic_rounding", why=why, works=works)
+
+
+def _cuda_graphs(config: RunConfig) -> None:
+    key, works = "engine.cuda_graphs", "engine.cuda_graphs=false would work"
+    if not config.engine.cuda_graphs:
+        return
+    if config.engine.kind is not EngineKind.local:
+        raise refuse(config, key, "engine.kind", why="one process on one GPU replays micro-batches", works=works)
+    if config.model.moe.experts:
+        raise refuse(config, key, "model.moe.experts", why="where tokens go is not the same each time", works=works)
+    if config.model.attention_z:
+        raise refuse(config, key, "model.attention_z", why="what it measures would not be read", works=works)
+    if config.device == "cpu":
+        raise refuse(config, key, "device", why="a CPU has no graphs", works=works)
 
 
 def _expert_parallel(config: RunConfig) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from lowbit.configs.schema import CompileMode, EngineConfig, OptimConfig
 from lowbit.data.batch import Batch
-from lowbit.errors import CheckpointError
+from lowbit.errors import CheckpointError, ConfigError
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.distributed import ALONE, Ranks
+from lowbit.trainer.graphs import MicroBatchGraphs
 from lowbit.trainer.guard import first_bad_gradient
 from lowbit.trainer.objective import Objective, ObjectiveOutput, run_objective
 from lowbit.trainer.optim import GroupRow, build_optimizer
@@ -90,6 +91,14 @@ class Engine(Protocol):
         """Take over a checkpoint's tensors by name; only rank 0 needs to have them."""
         ...
 
+    def exchange_tensors(self) -> dict[str, Tensor]:
+        """What the exchange of gradients remembers between steps, whole, on rank 0; mostly nothing."""
+        ...
+
+    def load_exchange(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `exchange_tensors` returned, on any number of ranks."""
+        ...
+
     def whole_model(self) -> AbstractContextManager[Transformer | None]:
         """The model with all its weights, for rank 0 to use alone; None on the other ranks."""
         ...
@@ -110,12 +119,22 @@ class LocalEngine:
         self.model = model
         self.device = model.head_weight.device
         self.optimizer = build_optimizer(model, optim)
+        if engine.cuda_graphs and self.device.type != "cuda":
+            raise ConfigError(
+                f"engine.cuda_graphs=true on {self.device}: only a GPU has them; engine.cuda_graphs=false"
+            )
+        self._graphs = MicroBatchGraphs(model, self._pass, self.device) if engine.cuda_graphs else None
         model.set_recompute(engine.recompute)
         if wants_compile(engine.compile, self.device):
             model.compile_blocks()
 
     def micro_step(self, objective: Objective, batch: Batch, scale: float, last: bool = True) -> ObjectiveOutput:
         """See `Engine.micro_step`."""
+        if self._graphs is not None:
+            return self._graphs.run(objective, batch, scale)
+        return self._pass(objective, batch, scale)
+
+    def _pass(self, objective: Objective, batch: Batch, scale: float | Tensor) -> ObjectiveOutput:
         out = run_objective(objective, self.model, batch)
         (out.loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return out
@@ -175,6 +194,13 @@ class LocalEngine:
         """See `Engine.load`."""
         load_tensors(self.weights(), model)
         self.optimizer.load_state_tensors(optimizer)
+
+    def exchange_tensors(self) -> dict[str, Tensor]:
+        """See `Engine.exchange_tensors`: one process exchanges nothing."""
+        return {}
+
+    def load_exchange(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Engine.load_exchange`: what several processes had left over is dropped."""
 
     def whole_model(self) -> AbstractContextManager[Transformer | None]:
         """See `Engine.whole_model`."""

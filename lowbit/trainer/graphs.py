@@ -1,0 +1,147 @@
+"""A micro-batch, forward and backward, as a CUDA graph: what the host does for it is one launch.
+
+A small model in few bits waits for the host: some hundred and sixty operators a micro-batch, each 0.1 ms of Python and
+launching, for kernels of 0.02 ms. A graph records the kernels once and replays them with the same addresses, so
+
+* the batch, and what its loss is multiplied by, are copied into tensors that stay;
+* gradients add up in tensors that stay (an optimizer that drops them between steps is no harm: they come back, zeroed);
+* everything else that changes between micro-batches is data on the device already: clocks, policies' signs and noise,
+  optimizer steps and stabilisers work in place.
+
+The first passes of a kind run as they are, which compiles, and warms up what allocates once. A kind is an objective,
+the shapes of a batch, whether it has a mask, and the layers' policies. Graphs share one pool of memory, which holds a
+pass's activations for as long as the run lasts; whatever runs outside of graphs, an evaluation say, has its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lowbit.data.batch import Batch
+from lowbit.models.transformer import Transformer
+from lowbit.models.visibility import Visibility
+from lowbit.quant.apply import lowbit_layers
+from lowbit.quant.linear import LowbitLinear
+from lowbit.quant.policy import LinearPolicy
+from lowbit.trainer.objective import Objective, ObjectiveOutput
+
+WARM_UPS = 2
+MOST_GRAPHS = 16
+"""Kinds of micro-batch beyond these run as they are."""
+
+Pass = Callable[[Objective, Batch, Tensor], ObjectiveOutput]
+"""Forward and backward of the loss times a factor, FP32 scalar."""
+
+
+@dataclass
+class _Kind:
+    """Micro-batches that one graph serves."""
+
+    objective: Objective
+    shapes: tuple[torch.Size | None, ...]
+    policies: list[LinearPolicy]
+    passes: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    batch: Batch | None = None
+    scale: Tensor | None = None
+    out: ObjectiveOutput | None = None
+
+    def serves(self, objective: Objective, shapes: tuple[torch.Size | None, ...], policies: list[LinearPolicy]) -> bool:
+        """Whether it is of this kind."""
+        same = self.objective is objective and self.shapes == shapes
+        return same and all(a is b for a, b in zip(self.policies, policies, strict=True))
+
+
+@dataclass
+class MicroBatchGraphs:
+    """The graphs of one model; `run` takes the place of `plain`."""
+
+    model: Transformer
+    plain: Pass
+    device: torch.device
+    _kinds: list[_Kind] = field(default_factory=list)
+    _gradients: dict[torch.nn.Parameter, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._layers: list[LowbitLinear] | None = None
+
+    def run(self, objective: Objective, batch: Batch, scale: float) -> ObjectiveOutput:
+        """See `Engine.micro_step`. What it returns is good until the next call."""
+        kind = self._kind(objective, batch)
+        outside = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            if kind.passes < WARM_UPS or kind not in self._kinds:
+                out = self.plain(objective, batch, torch.full((), scale, device=self.device))
+            else:
+                if kind.graph is None:
+                    self._capture(kind, batch)
+                self._give_gradients()
+                out = _replay(kind, batch, scale)
+            kind.passes += 1
+        outside.wait_stream(self._stream)
+        return out
+
+    def _kind(self, objective: Objective, batch: Batch) -> _Kind:
+        if self._layers is None:
+            self._layers = list(lowbit_layers(self.model).values())
+        policies = [layer.policy for layer in self._layers]
+        shapes = tuple(None if tensor is None else tensor.shape for tensor in _tensors(batch))
+        for kind in self._kinds:
+            if kind.serves(objective, shapes, policies):
+                return kind
+        made = _Kind(objective, shapes, policies)
+        if type(batch) is Batch and len(self._kinds) < MOST_GRAPHS:
+            self._kinds.append(made)
+        return made
+
+    def _capture(self, kind: _Kind, batch: Batch) -> None:
+        """Record a pass; nothing of it is executed."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and parameter not in self._gradients:
+                self._gradients[parameter] = parameter.grad
+        self._give_gradients()
+        kind.batch, kind.scale = _copy(batch), torch.zeros((), device=self.device)
+        kind.graph = torch.cuda.CUDAGraph()
+        pool = next((k.graph.pool() for k in self._kinds if k.graph is not None and k is not kind), None)
+        with torch.cuda.graph(kind.graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            out = self.plain(kind.objective, kind.batch, kind.scale)
+        kind.out = replace(out, loss_sum=out.loss_sum.detach())
+
+    def _give_gradients(self) -> None:
+        """The tensors in which gradients add up, zeroed where an optimizer has dropped them."""
+        dropped = []
+        for parameter, gradient in self._gradients.items():
+            if parameter.grad is None:
+                dropped.append(gradient)
+            elif parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+        if dropped:
+            torch._foreach_zero_(dropped)
+
+
+def _replay(kind: _Kind, batch: Batch, scale: float) -> ObjectiveOutput:
+    assert kind.graph is not None and kind.batch is not None and kind.scale is not None and kind.out is not None
+    for kept, given in zip(_tensors(kind.batch), _tensors(batch), strict=True):
+        if kept is not None and given is not None:
+            kept.copy_(given, non_blocking=True)
+    kind.scale.fill_(scale)
+    kind.graph.replay()
+    return kind.out
+
+
+def _tensors(batch: Batch) -> tuple[Tensor | None, ...]:
+    seen = batch.visibility
+    masks = (None, None, None) if seen is None else (seen.start, seen.limit, seen.position)
+    return batch.tokens, batch.targets, batch.weights, *masks
+
+
+def _copy(batch: Batch) -> Batch:
+    seen = batch.visibility
+    if seen is not None:
+        seen = Visibility(seen.start.clone(), seen.limit.clone(), seen.position.clone())
+    return Batch(batch.tokens.clone(), batch.targets.clone(), batch.weights.clone(), seen, batch.valid_tokens)
