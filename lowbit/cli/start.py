@@ -10,6 +10,8 @@ from typing import Any
 
 from lowbit.errors import ConfigError
 
+TOKENIZER = "data.tokenizer."
+
 
 def with_start(overrides: Sequence[str]) -> list[str]:
     """The overrides, with those that `init_from` stands for in front.
@@ -28,6 +30,12 @@ def with_start(overrides: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"{parsed['model'].input_line}: the model comes from init_from={given.value()}; leave model= out, or "
             "change single keys, such as model.max_sequence"
+        )
+    other = next((p for key, p in parsed.items() if f"{key}.".startswith(TOKENIZER) and key != f"{TOKENIZER}eot"), None)
+    if other is not None:
+        raise ConfigError(
+            f"{other.input_line}: the weights of init_from={given.value()} mean the tokens of its own tokenizer; leave "
+            "this out"
         )
     from lowbit.configs.stored import flatten, plain
     from lowbit.trainer.imported import beginning

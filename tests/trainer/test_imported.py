@@ -167,6 +167,9 @@ def test_beginnings_that_cannot_be(tiny_run: RunConfig, tmp_path: Path) -> None:
         with_start([f"init_from={tmp_path}"])
     with pytest.raises(ConfigError, match="model=tiny: the model comes from init_from"):
         with_start([f"init_from={tmp_path}", "model=tiny"])
+    for tokenizer in ("data.tokenizer.kind=bpe", "data.tokenizer.path=elsewhere", "data.tokenizer={kind: bytes}"):
+        with pytest.raises(ConfigError, match="mean the tokens of its own tokenizer; leave this out"):
+            with_start([f"init_from={tmp_path}", tokenizer])
     with pytest.raises(ConfigError, match="a sweep begins all its runs from one checkpoint"):
         with_start(["init_from=a,b"])
     assert with_start(["init_from=''", "seed=2"]) == ["init_from=''", "seed=2"]
