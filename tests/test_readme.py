@@ -18,8 +18,9 @@ import typer
 
 from lowbit.cli.main import build_app
 from lowbit.configs.compose import compose, compose_for
-from lowbit.configs.overrides import DISTILL, expand_sweep
+from lowbit.configs.overrides import DISTILL, RL, expand_sweep
 from lowbit.configs.validate import validate
+from lowbit.configs.validate_rl import validate_rl
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -74,6 +75,7 @@ def test_the_readmes_commands(tmp_path: Path) -> None:
     assert (tmp_path / "first.png").read_bytes().startswith(b"\x89PNG")
     table = output("pretrain preset=quick run_name=sweep").splitlines()
     assert table[-3].split()[-1] == "optim.lr" and [row.split()[0] for row in table[-2:]] == ["0", "1"]
+    assert "held-out greedy accuracy" in output("rl")
     assert "parameters" in output("plan") and "torch" in output("doctor")
 
 
@@ -102,6 +104,10 @@ def test_a_mentioned_command_is_accepted(command: str, tmp_path: Path, monkeypat
     if shlex.split(command)[1] == "distill":
         for job in expand_sweep(parsed.params.get("overrides") or [], DISTILL):
             compose_for(DISTILL, job)
+    elif name == "rl":
+        Path("problems.jsonl").write_text('{"prompt": "a", "answer": "b"}')
+        for job in expand_sweep(parsed.params.get("overrides") or [], RL):
+            validate_rl(compose_for(RL, job))
     elif name in OVERRIDES:
         settings = parsed.params["overrides"] or []
         for job in expand_sweep(settings) if parsed.params.get("multirun") else [settings]:

@@ -25,6 +25,7 @@ from lowbit.configs.schema_data import (
     TokenizerKind,
 )
 from lowbit.configs.schema_engine import (
+    SIX_BITS,
     CommConfig,
     CommKind,
     CompileMode,
@@ -63,6 +64,7 @@ from lowbit.configs.schema_precision import (
 )
 
 __all__ = [
+    "SIX_BITS",
     "AlignmentKind",
     "BatchConfig",
     "BatchWarmupConfig",

@@ -64,6 +64,8 @@ class CommKind(StrEnum):
     """6 bits a value: 8 values in 48 bits, as published by Character.AI."""
     sq48 = "sq48"
     """6 bits a value: the same size with finer scales and a search, 2 dB less error."""
+    sq48_fast = "sq48_fast"
+    """sq48 without the search: 0.3 dB more error for a third less encoding, where that shows beside a fast link."""
     auto = "auto"
     """bf16 or sq48, whichever a measurement of the link at the start says is faster."""
 
@@ -85,3 +87,13 @@ class CommConfig:
     weights: WeightsDtype = WeightsDtype.auto
     exact_below: int = 65_536
     """Gradients of fewer numbers than this, and all vectors (norms), travel as FP32 whatever `kind` says."""
+    error_feedback: bool = False
+    """Add what rounding took from a gradient to the next step's. Keeps a whole FP32 gradient a rank, also in
+    checkpoints; with 6 bits and nearest rounding training has not needed it."""
+    stochastic_rounding: bool = False
+    """Round the 6-bit codes up or down at random, right on average: 3 to 4 dB more error a step, and slow (no kernel),
+    for ranks whose gradients are nearly the same."""
+
+
+SIX_BITS = (CommKind.squinch, CommKind.sq48, CommKind.sq48_fast)
+"""Codes of gradients in 6 bits."""

@@ -21,7 +21,7 @@ from lowbit.configs.checks import (
     refuse,
     value_of,
 )
-from lowbit.configs.schema import CommKind, EngineKind, RunConfig, ScheduleKind
+from lowbit.configs.schema import SIX_BITS, CommKind, EngineKind, RunConfig, ScheduleKind
 from lowbit.configs.validate_data import check_data
 from lowbit.configs.validate_model import MODEL_EXAMPLES, MODEL_RANGES, check_model
 from lowbit.configs.validate_precision import check_precision

@@ -169,7 +169,7 @@ def policy_terms(
 def k3(lp: Tensor, reference: Tensor) -> Tensor:
     """k3 estimate of KL(pi || reference) from tokens of pi: [N], never negative, differentiable through lp."""
     d = (reference - lp).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return (d.exp() - d - 1).clamp(max=LARGEST_K3)
+    return (torch.expm1(d) - d).clamp(max=LARGEST_K3)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def rl_loss(lp: Tensor, entropy: Tensor, tokens: Tokens, config: AlgorithmConfig
     bounded = d.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     raw = bounded.exp()
     per_token = {
-        "mismatch/k3_kl": raw - bounded - 1,
+        "mismatch/k3_kl": torch.expm1(bounded) - bounded,
         "mismatch/mult_prob_error": bounded.abs().exp(),
         "mismatch/ratio": raw,
         "entropy": entropy.detach(),

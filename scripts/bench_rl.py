@@ -1,0 +1,287 @@
+"""How far a sampler and a trainer in different precisions disagree, and what that costs: tables, JSON and a picture.
+
+    python scripts/bench_rl.py mismatch OUT KEY=VALUE ...   # k3 KL of every sampler with every trainer
+    python scripts/bench_rl.py reward OUT KEY=VALUE ...     # reward after a fixed budget: pairs, seeds, with correction
+
+Settings are those of `lowbit rl`. A model is needed that knows the task a little: `init_from=FOLDER`, or the warm start
+that the settings ask for, made once in OUT/start and kept. On a CPU `rl=cpu precision.compute=bf16` is small enough.
+
+`mismatch`: each sampler draws a set of rollouts with the embedded engine, and every trainer reads the log-probabilities
+of the same tokens in its training forward. k3 = E[r - 1 - log r] with r = pi_trainer / pi_sampler over the sampler's
+tokens estimates KL(sampler || trainer); its standard error is over tokens. Nothing is truncated.
+
+`reward`: from the same weights, each pair of precisions is trained for `max_steps` steps (or `max_minutes`), with token
+truncated importance sampling and without; reported are the mean sampled reward of the last fifth of the steps and the
+held-out greedy accuracy, mean and standard deviation over seeds. Runs that are finished already are only read.
+"""
+
+import argparse
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import write
+
+from lowbit.configs.compose import compose_for
+from lowbit.configs.overrides import RL
+from lowbit.configs.schema import PrecisionConfig
+from lowbit.configs.schema_rl import Correction, RlConfig
+from lowbit.configs.validate_rl import validate_rl, warm_start_config
+from lowbit.infer.embedded import EmbeddedSampler
+from lowbit.models.transformer import Transformer
+from lowbit.quant.stages import resolve
+from lowbit.rl.batches import drawn_index, pack_conversations
+from lowbit.rl.objective import read_logprobs
+from lowbit.rl.precision import trainer_precision
+from lowbit.rl.prompts import Prompts
+from lowbit.rl.rewards import RewardPool
+from lowbit.rl.rollout import Collector, Conversation
+from lowbit.rl.run import WarmStart, run_config, tokenizer_of, train
+from lowbit.rl.tasks import Split, make_task
+from lowbit.trainer.distributed import ALONE
+from lowbit.trainer.hardware import compute_dtype, device_name, pick_device
+from lowbit.trainer.imported import begin_from
+from lowbit.trainer.jsonl import read_rows
+from lowbit.trainer.loaded import build_model
+from lowbit.trainer.precision import RunPrecision
+from lowbit.trainer.run import execute
+
+PRECISIONS = ("bf16", "fp8_row", "mxfp8", "nvfp4_w4a16", "nvfp4")
+PAIRS = (("bf16", "bf16"), ("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("fp8_row", "bf16"))
+"""Sampler and trainer."""
+TOKENS_A_CELL = 200_000
+"""Most tokens that a cell of the matrix is measured on."""
+
+
+def start_of(config: RlConfig, out: Path) -> RlConfig:
+    """The configuration with weights to start from."""
+    if config.init_from:
+        return config
+    folder = out / "start"
+    if not (folder / "checkpoints").is_dir():
+        start = warm_start_config(replace(config, precision=PrecisionConfig(compute=config.precision.compute)))
+        execute(lambda: WarmStart(start, folder, ALONE, pick_device(config.device)), folder, ALONE)
+    return replace(config, init_from=str(folder), warm_start=replace(config.warm_start, steps=0))
+
+
+def with_pair(config: RlConfig, sampler: str, trainer: str) -> RlConfig:
+    """A sampler, and a trainer with its forward and a BF16 backward on dequantised operands."""
+    define = {"trainer_side": _forward_of(trainer)}
+    precision = PrecisionConfig(
+        compute=config.precision.compute, backend=config.precision.backend, sampler=sampler, trainer="trainer_side",
+        define=define,
+    )  # fmt: skip
+    return replace(config, precision=precision)
+
+
+def _forward_of(name: str) -> Any:
+    from lowbit.configs.schema import AlignmentKind, PolicyConfig, ProductConfig
+
+    return PolicyConfig(base=name, dgrad=ProductConfig(), wgrad=ProductConfig(), alignment=AlignmentKind.aligned)
+
+
+# The matrix -----------------------------------------------------------------------------------------------------------
+
+
+def trained_model(config: RlConfig, name: str, device: torch.device) -> Transformer:
+    """The model with the training forward of a precision."""
+    run = replace(run_config(config), precision=trainer_precision(with_pair(config, name, name).precision))
+    model = build_model(run, tokenizer_of(run).vocab_size, compute_dtype(run.precision, device), device)
+    RunPrecision(run, model)
+    begin_from(Path(config.init_from).expanduser(), model)
+    return model.requires_grad_(False)
+
+
+def rollouts(config: RlConfig, model: Transformer, sampler: str, prompts: int) -> list[Conversation]:
+    """Conversations drawn by the embedded engine in a precision."""
+    rewards = RewardPool(config.task, config.reward)
+    try:
+        task, text = make_task(config.task), Prompts(tokenizer_of(config), config.task)
+        policy = resolve(with_pair(config, sampler, sampler).precision)
+        engine = EmbeddedSampler(model, text.tokenizer.eot_id, policy, slots=config.rollout.slots, share=True)
+        collector = Collector(config, task, text, engine, rewards)
+        drawn = collector.draw(range(prompts), Split.train, config.rollout.samples)
+    finally:
+        rewards.close()
+    return [c for group in drawn for c in group]
+
+
+def differences(config: RlConfig, model: Transformer, conversations: list[Conversation]) -> torch.Tensor:
+    """log pi_trainer - log pi_sampler of all drawn tokens, FP64 [N]."""
+    length, rows = config.data.sequence_length, config.batch.micro_batch
+    found = []
+    for packed in pack_conversations(conversations, length, rows, tokenizer_of(config).eot_id, True):
+        index = drawn_index(packed, conversations).to(model.head_weight.device)
+        batch = packed.batch.to(model.head_weight.device)
+        here = [conversations[place.item] for place in packed.places]
+        sampled = torch.tensor([c.logprobs[i] for c in here for i in c.drawn], dtype=torch.float64)
+        found.append(read_logprobs(model, batch, index, config.rollout.temperature).double().cpu() - sampled)
+    return torch.cat(found)
+
+
+def mismatch(config: RlConfig, out: Path, prompts: int) -> dict[str, Any]:
+    """Every sampler with every trainer."""
+    device = pick_device(config.device)
+    config = start_of(config, out)
+    cells = []
+    models = {name: trained_model(config, name, device) for name in PRECISIONS}
+    for sampler in PRECISIONS:
+        drawn = rollouts(config, models[sampler], sampler, prompts)
+        for trainer in PRECISIONS:
+            d = differences(config, models[trainer], drawn)[:TOKENS_A_CELL]
+            k3 = d.exp() - 1 - d
+            cells.append(
+                {
+                    "sampler": sampler,
+                    "trainer": trainer,
+                    "k3_kl": k3.mean().item(),
+                    "k3_kl_se": k3.std().item() / math.sqrt(len(k3)),
+                    "mult_prob_error": d.abs().exp().mean().item(),
+                    "abs_max": d.abs().max().item(),
+                    "tokens": len(d),
+                }
+            )
+    print("k3 KL, sampler down, trainer across; max |difference| in brackets")
+    print(" ".join([f"{'':<12}", *(f"{name:>22}" for name in PRECISIONS)]))
+    for sampler in PRECISIONS:
+        row = [cell for cell in cells if cell["sampler"] == sampler]
+        print(" ".join([f"{sampler:<12}", *(f"{c['k3_kl']:>12.2e} ({c['abs_max']:7.1e})" for c in row)]))
+    picture_of_matrix(cells, out / "mismatch.png", device_name(device))
+    return {"cells": cells, "device": device_name(device), "model": config.model.name}
+
+
+def picture_of_matrix(cells: list[dict[str, Any]], path: Path, title: str) -> None:
+    """A heat map of k3 on a logarithmic scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    table = [
+        [next(c["k3_kl"] for c in cells if (c["sampler"], c["trainer"]) == (s, t)) for t in PRECISIONS]
+        for s in PRECISIONS
+    ]
+    floor = 1e-10
+    figure, axes = plt.subplots(figsize=(6.4, 5.2))
+    image = axes.imshow([[max(v, floor) for v in row] for row in table], norm=LogNorm(floor, 1e-1), cmap="viridis")
+    for i, row in enumerate(table):
+        for j, value in enumerate(row):
+            axes.text(
+                j, i, f"{value:.1e}", ha="center", va="center", color="white" if value < 1e-4 else "black", fontsize=8
+            )
+    axes.set_xticks(range(len(PRECISIONS)), PRECISIONS, rotation=30, ha="right")
+    axes.set_yticks(range(len(PRECISIONS)), PRECISIONS)
+    axes.set_xlabel("trainer")
+    axes.set_ylabel("sampler")
+    axes.set_title(f"KL(sampler || trainer), nats a token, {title}", fontsize=9)
+    figure.colorbar(image)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+# Reward ---------------------------------------------------------------------------------------------------------------
+
+
+def reward(config: RlConfig, out: Path, seeds: int) -> dict[str, Any]:
+    """Pairs of precisions from the same start, with and without correction."""
+    config = start_of(config, out)
+    found = []
+    for sampler, trainer in PAIRS:
+        for correction in (Correction.tis, Correction.none):
+            runs = []
+            for seed in range(1, seeds + 1):
+                folder = out / f"{sampler}-{trainer}-{correction.value}-{seed}"
+                here = replace(
+                    with_pair(config, sampler, trainer),
+                    seed=seed,
+                    algorithm=replace(config.algorithm, correction=correction),
+                )
+                train(here, folder)
+                runs.append(outcome(folder))
+            found.append({"sampler": sampler, "trainer": trainer, "correction": correction.value, "seeds": runs})
+    print(
+        f"{'sampler':<12} {'trainer':<12} {'correction':<10} {'reward':>16} {'accuracy':>16} {'k3 KL':>10} {'steps':>6}"
+    )
+    for row in found:
+        cells = [f"{_mean(row, key):.3f} +- {_deviation(row, key):.3f}" for key in ("reward", "accuracy")]
+        k3, steps = _mean(row, "k3_kl"), min(r["steps"] for r in row["seeds"])
+        print(
+            f"{row['sampler']:<12} {row['trainer']:<12} {row['correction']:<10} {cells[0]:>16} {cells[1]:>16} "
+            f"{k3:>10.2e} {steps:>6}"
+        )
+    picture_of_rewards(found, out / "reward.png")
+    return {"rows": found, "device": device_name(pick_device(config.device)), "model": config.model.name}
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What a run reached."""
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"]]
+    last = [row["reward"] for row in rows[-max(1, len(rows) // 5) :]]
+    return {
+        "reward": statistics.fmean(last),
+        "accuracy": next(row["val_accuracy"] for row in reversed(rows) if "val_accuracy" in row),
+        "k3_kl": statistics.fmean(row["mismatch/k3_kl"] for row in rows),
+        "steps": rows[-1]["step"],
+        "seconds": rows[-1]["seconds"],
+        "curve": [[row["step"], row["reward"]] for row in rows],
+    }
+
+
+def _mean(row: dict[str, Any], key: str) -> float:
+    return statistics.fmean(r[key] for r in row["seeds"])
+
+
+def _deviation(row: dict[str, Any], key: str) -> float:
+    values = [r[key] for r in row["seeds"]]
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def picture_of_rewards(found: list[dict[str, Any]], path: Path) -> None:
+    """Sampled reward over steps: a line a seed, a colour a pair, broken lines without correction."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 4.4))
+    colours = {pair: f"C{i}" for i, pair in enumerate(PAIRS)}
+    for row in found:
+        pair, plain = (row["sampler"], row["trainer"]), row["correction"] == Correction.none
+        for i, run in enumerate(row["seeds"]):
+            label = f"{pair[0]} / {pair[1]}{', no correction' if plain else ''}" if i == 0 else None
+            steps, rewards = zip(*run["curve"], strict=True)
+            axes.plot(steps, rewards, color=colours[pair], ls="--" if plain else "-", lw=1, alpha=0.8, label=label)
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("sampled reward")
+    axes.legend(fontsize=7, title="sampler / trainer", title_fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("mismatch", "reward"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--prompts", type=int, default=64, help="mismatch: prompts a sampler answers")
+    parser.add_argument("--seeds", type=int, default=3, help="reward: runs of each kind")
+    given = parser.parse_intermixed_args()
+    config = compose_for(RL, given.overrides)
+    validate_rl(config)
+    given.out.mkdir(parents=True, exist_ok=True)
+    found = (
+        mismatch(config, given.out, given.prompts)
+        if given.what == "mismatch"
+        else reward(config, given.out, given.seeds)
+    )
+    write(given.out / f"{given.what}.json", {"settings": given.overrides} | found)
+
+
+if __name__ == "__main__":
+    main()
