@@ -151,7 +151,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
     grouped = k.shape[1] != q.shape[1]
     if isinstance(mask, BlockMask):
         flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
-        out = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+        # Left to itself it takes a kernel for decoding where there are fewer than 128 queries, and may find none.
+        out = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped, kernel_options={"BACKEND": "TRITON"})
         assert isinstance(out, Tensor)
         return out
     if q.device.type == "cuda" and mask is None:

@@ -76,6 +76,7 @@ class MicroBatchGraphs:
         with torch.cuda.stream(self._stream):
             if kind.passes < WARM_UPS or kind not in self._kinds:
                 out = self.plain(objective, batch, torch.full((), scale, device=self.device))
+                self._keep_gradients()
             else:
                 if kind.graph is None:
                     self._capture(kind, batch)
@@ -100,9 +101,6 @@ class MicroBatchGraphs:
 
     def _capture(self, kind: _Kind, batch: Batch) -> None:
         """Record a pass; nothing of it is executed."""
-        for parameter in self.model.parameters():
-            if parameter.grad is not None and parameter not in self._gradients:
-                self._gradients[parameter] = parameter.grad
         self._give_gradients()
         kind.batch, kind.scale = _copy(batch), torch.zeros((), device=self.device)
         kind.graph = torch.cuda.CUDAGraph()
@@ -110,6 +108,12 @@ class MicroBatchGraphs:
         with torch.cuda.graph(kind.graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             out = self.plain(kind.objective, kind.batch, kind.scale)
         kind.out = replace(out, loss_sum=out.loss_sum.detach())
+
+    def _keep_gradients(self) -> None:
+        """Hold on to what a pass has made: what has no gradient now will not get one from a graph either."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self._gradients.setdefault(parameter, parameter.grad)
 
     def _give_gradients(self) -> None:
         """The tensors in which gradients add up, zeroed where an optimizer has dropped them."""
