@@ -71,7 +71,7 @@ class PagedCache:
         for memory in self._memory:
             if memory.shape[1]:
                 blocks = _bytes(memory).view(memory.shape[0], -1, self.block, *memory.shape[2:])
-                blocks[:, targets] = blocks[:, sources]
+                blocks.index_copy_(1, targets, blocks.index_select(1, sources))
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k, v [N, Hkv, D] of one layer to places int64 [N]."""

@@ -30,13 +30,14 @@ from torch import Tensor
 
 from lowbit.errors import ConfigError, NonFiniteError
 from lowbit.infer.blocks import BlockPool
-from lowbit.infer.cache import PagedCache, View
+from lowbit.infer.cache import PagedCache
 from lowbit.infer.fused import exchange, join
 from lowbit.infer.graphs import Steps, bucket
 from lowbit.infer.kv_codec import KvCodec, KvFormat
 from lowbit.infer.native import nativise
 from lowbit.infer.packed import pack_layers
 from lowbit.infer.precision import shadow
+from lowbit.infer.reading import Reader
 from lowbit.infer.requests import Request, Sample, WeightsReport, check_requests
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.infer.slots import Group, Noise, Row, Slots, groups_of
@@ -119,7 +120,7 @@ class EmbeddedSampler:
         self.block = block or (GPU_BLOCK if gpu else CPU_BLOCK)
         self.prefill_tokens = prefill_tokens or (GPU_PREFILL if gpu else CPU_PREFILL)
         self._graphs = graphs and gpu
-        self._allocated: tuple[PagedCache, BlockPool, Slots, Steps] | None = None
+        self._allocated: tuple[PagedCache, BlockPool, Slots, Steps, Reader] | None = None
         self._lock = Lock()
         self._running = Lock()
 
@@ -271,6 +272,11 @@ class EmbeddedSampler:
         assert self._allocated is not None
         return self._allocated[3]
 
+    @property
+    def _reader(self) -> Reader:
+        assert self._allocated is not None
+        return self._allocated[4]
+
     def _reserve(self, groups: list[Group]) -> None:
         """Room for these requests; what is there grows and keeps its contents."""
         rows = sum(len(group.rows) for group in groups)
@@ -293,7 +299,8 @@ class EmbeddedSampler:
         cache = PagedCache(self.model.config, blocks, self.block, self.codec, self.device, old)
         slots = Slots(count, table, longest, self.device)
         steps = Steps(self.model, self.weights, cache, slots, self._graphs)
-        self._allocated = (cache, pool, slots, steps)
+        reader = Reader(self.model, cache, pool, self.prefill_tokens, table if self.deterministic else None)
+        self._allocated = (cache, pool, slots, steps, reader)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block)
@@ -321,7 +328,7 @@ class EmbeddedSampler:
             group.started += 1
             if group.started == len(group.rows):
                 waiting.popleft()
-        self._read(reading)
+        self._reader.read(reading, self.version)
         if not starting:
             return None
         if copies:
@@ -363,42 +370,6 @@ class EmbeddedSampler:
                 copies.append((group.blocks[full], own[0]))
         return True
 
-    def _read(self, groups: list[Group]) -> None:
-        """Read prompts: their keys into the cache, the hidden state behind each one."""
-        batch: list[Group] = []
-        for group in groups:
-            longest = max(other.length - other.cached for other in [*batch, group])
-            if batch and (self.deterministic or longest * (len(batch) + 1) > self.prefill_tokens):
-                self._read_together(batch)
-                batch = []
-            batch.append(group)
-        if batch:
-            self._read_together(batch)
-
-    def _read_together(self, groups: list[Group]) -> None:
-        new = [list(group.request.prompt[group.cached :]) for group in groups]
-        longest = max(map(len, new))
-        piece = self.block if self.deterministic else min(longest, max(self.prefill_tokens // len(groups), 1))
-        if self.device.type == "cuda":
-            piece = -(-piece // 16) * 16
-        tables = [(group.blocks or group.rows[-1].blocks)[: self._blocks(group.length)] for group in groups]
-        width = self._state.table if self.deterministic else max(map(len, tables))
-        table = torch.tensor([blocks + [0] * (width - len(blocks)) for blocks in tables], device=self.device)
-        for begin in range(0, longest, piece):
-            parts = [tokens[begin : begin + piece] for tokens in new]
-            size = piece if self.deterministic or self.device.type == "cuda" else max(map(len, parts))
-            feed = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
-            start = torch.tensor([group.cached + begin for group in groups], device=self.device)
-            counts = torch.tensor([len(part) for part in parts], device=self.device)
-            fresh = not self.deterministic and begin == 0 and not any(group.cached for group in groups)
-            hidden = self.model(feed, cache=View(self._cache, table, start, counts, fresh))
-            for row, (group, tokens) in enumerate(zip(groups, new, strict=True)):
-                if begin < len(tokens) <= begin + piece:
-                    group.hidden = hidden[row, len(tokens) - 1 - begin].clone()
-        for group, blocks in zip(groups, tables, strict=True):
-            group.version = self.version
-            self._pool.register(group.request.prompt, blocks, self.version)
-
     # Steps ----------------------------------------------------------------------------------------------------
 
     def _draw(self, hidden: Tensor, noise: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -418,12 +389,14 @@ class EmbeddedSampler:
             size = bucket(len(rows), self._state.count) if self._graphs else len(rows)
         table = self._state.table
         if not (self.deterministic or self.device.type == "cuda"):
-            table = max(self._blocks(row.group.length + len(row.tokens)) for row in rows)
+            table = max(self._blocks(row.group.length + row.drawn) for row in rows)
         return self._send(rows, self._steps.run(size, table, sampling))
 
     def _send(self, rows: list[Row], values: Tensor) -> Drawn:
         """Begin to bring FP64 [rows or more, 2] to the host."""
         values = values[: len(rows)]
+        for row in rows:
+            row.drawn += 1
         if self.device.type != "cuda":
             return Drawn(rows, values, None, self.version)
         there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -37,6 +37,8 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
+    drawn: int = 0
+    """Tokens, with those that are on their way to the host."""
     blocks: list[int] = field(default_factory=list)
     slot: int = -1
     noise: Tensor | None = None

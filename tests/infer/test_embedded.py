@@ -188,6 +188,21 @@ def test_a_slot_that_is_free_is_taken_at_once() -> None:
     assert sizes == [2] * 24 + [1] * 5
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_host_that_is_behind_sees_the_same(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a step is launched before the tokens of the last one are known, so rows run on after their end."""
+    model, requests = model_of(), _random_requests(4)
+    settings = {"slots": 4, "block": 4}
+    expected = EmbeddedSampler(model, 7, **settings).sample(requests, SamplingConfig(), seed=1, stop_ids=[8, 9])  # type: ignore[arg-type]
+    monkeypatch.setattr(EmbeddedSampler, "_lag", steps)
+    engine = EmbeddedSampler(model, 7, **settings)  # type: ignore[arg-type]
+    for _ in range(2):
+        _close(engine.sample(requests, SamplingConfig(), seed=1, stop_ids=[8, 9]), expected)
+        assert engine._pool.available == engine._pool.blocks - 1, "no block is lost"
+    [[one]] = engine.sample([Request((1, 2), 0, 1)], SamplingConfig(), seed=1)
+    assert len(one.tokens) == 1
+
+
 def test_prompts_are_read_once_for_a_group() -> None:
     model = model_of()
     engine = EmbeddedSampler(model, None, slots=3, block=4)
