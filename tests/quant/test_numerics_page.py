@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from format_error import measure
 
 from lowbit.quant.quantise import fake_quantise
 from lowbit.quant.spec import SPECS
@@ -31,3 +32,18 @@ def test_a_row_is_what_the_quantiser_makes(name: str, bits: str, values: str, er
     assert [float(v) for v in values.split()] == pytest.approx(made.tolist(), abs=6e-5)
     assert float(error) == pytest.approx(((made - x[0, :16].bfloat16().float()) ** 2).sum().item(), abs=6e-5)
     assert float(bits) == spec.bits
+
+
+@pytest.mark.parametrize("name", ["NVFP4_POW2_46", "NVFP4_POW2_EDEN", "MXFP8"])
+def test_the_table_of_errors_is_what_its_script_measures(name: str) -> None:
+    found = re.findall(
+        rf"^\| {name} \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([-+\d.]+) ± ", PAGE, re.MULTILINE
+    )
+    [row] = [[float(number) for number in numbers] for numbers in found]
+    made = measure(SPECS[name])
+    assert row[:3] == pytest.approx([1e3 * error for error in made.errors.values()], rel=0.01)
+    assert row[3] == pytest.approx(1e3 * made.bias, abs=0.01)
+
+
+def test_every_format_is_in_the_table_of_errors() -> None:
+    assert set(re.findall(r"^\| (\w+) \|.* ± ", PAGE, re.MULTILINE)) == set(SPECS)
