@@ -15,6 +15,7 @@ running sum is a product with a triangle of ones.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -75,15 +76,22 @@ def running_sum(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x.cumsum(-1)
     rows, n = x.shape
-    blocks = F.pad(x, (0, -n % BLOCK)).view(rows, -1, BLOCK)
+    blocks = _blocks(x)
     inside = blocks @ _triangle(BLOCK, x.device)
     totals = inside[..., -1]
     before = totals @ _triangle(totals.shape[1], x.device) - totals
     return (inside + before[..., None]).view(rows, -1)[:, :n]
 
 
+def _blocks(x: Tensor) -> Tensor:
+    """[rows, n] -> [rows, blocks, BLOCK], zeros behind."""
+    missing = -x.shape[1] % BLOCK
+    return (F.pad(x, (0, missing)) if missing else x).view(x.shape[0], -1, BLOCK)
+
+
+@cache
 def _triangle(n: int, device: torch.device) -> Tensor:
-    """Ones on and above the diagonal: x @ it is the running sum of x."""
+    """Ones on and above the diagonal: x @ it is the running sum of x. Kept, as a decoding step is many small kernels."""
     return torch.ones(n, n, dtype=torch.float64, device=device).triu()
 
 
@@ -100,8 +108,7 @@ def uniforms(seed: int, key: Tensor, sample: Tensor, position: Tensor) -> Tensor
 
 def draw(logprobs: Tensor, noise: Tensor) -> Tensor:
     """Invert the cumulative distribution: logprobs [B, V], noise FP64 [B] -> token ids int64 [B]."""
-    rows, n = logprobs.shape
-    p = F.pad(logprobs.exp(), (0, -n % BLOCK)).view(rows, -1, BLOCK)
+    p = _blocks(logprobs.exp())
     sums = p.sum(-1, dtype=torch.float64)  # [B, blocks]
     upto = running_sum(sums)
     threshold = noise * upto[:, -1]
