@@ -91,7 +91,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 @cache
 def _triangle(n: int, device: torch.device) -> Tensor:
-    """Ones on and above the diagonal: x @ it is the running sum of x. Kept, as a decoding step is many small kernels."""
+    """Ones on and above the diagonal: x @ it is the running sum of x. Kept: a decoding step has kernels enough."""
     return torch.ones(n, n, dtype=torch.float64, device=device).triu()
 
 
