@@ -15,9 +15,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize("window", [0, 7, 300])
-@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize(("group", "window", "block"), [(1, 0, 16), (4, 7, 64), (3, 300, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fmt", list(KvFormat))
 def test_on_a_gpu(fmt: KvFormat, dtype: torch.dtype, group: int, window: int, block: int) -> None:

@@ -140,9 +140,16 @@ def test_the_parts_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", [None, "nvfp4", "nvfp4_w4a16", "mxfp8_w8a16", "fp8_row"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"qk_norm": False}, {"windows": [20, 0]}, {"norm_placement": NormPlacement.after}], ids=str
+    ("changes", "precision"),
+    [
+        *(({}, precision) for precision in (None, "nvfp4", "nvfp4_w4a16", "mxfp8_w8a16", "fp8_row")),
+        ({"qk_norm": False}, None),
+        ({"windows": [20, 0]}, "nvfp4_w4a16"),
+        ({"norm_placement": NormPlacement.after}, None),
+        ({"kv_from": [0, 0, 2]}, None),
+    ],
+    ids=str,
 )
 def test_a_fused_engine_is_one_that_is_not(changes: dict[str, object], precision: str | None) -> None:
     policy = None if precision is None else resolve(PrecisionConfig(sampler=precision))
