@@ -149,7 +149,7 @@ class IntCodec(Codec):
     def decode(self, message: Tensor, n: int) -> Tensor:
         blocks = self.blocks(n)
         scale = message[: 4 * blocks].clone().view(torch.float32)
-        codes = message[4 * blocks :].view(torch.int8).view(blocks, -1)
+        codes = message[4 * blocks :].view(torch.int8).view(blocks, self.block * self.width // 8)
         if self.width == 4:
             codes = torch.stack([(codes << 4) >> 4, codes >> 4], dim=-1).view(blocks, self.block)
         return (codes * scale[:, None]).flatten()[:n]

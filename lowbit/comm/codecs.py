@@ -9,7 +9,7 @@ from torch import Tensor
 from lowbit.comm import message as messages
 from lowbit.comm.codec import Bf16Codec, Codec, Fp32Codec, IntCodec
 from lowbit.comm.fast import FastCoder
-from lowbit.comm.grid import SQ48, SQ96, SQUINCH, Grid
+from lowbit.comm.grid import SQ48, SQUINCH, Grid
 from lowbit.comm.noise import Noise
 from lowbit.comm.squinch import ReferenceSquinch
 from lowbit.errors import ConfigError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Squinch(ReferenceSquinch):
-    """squinch, sq48 or sq96: Triton kernels on a GPU, `fast` on a CPU, the reference elsewhere and with noise. One
+    """squinch or sq48: Triton kernels on a GPU, `fast` on a CPU, the reference elsewhere and with noise. One
     format, the same bytes from all three.
     """
 
@@ -106,7 +106,6 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "squinch": lambda: Squinch(SQUINCH),
     "sq48": lambda: Squinch(SQ48),
     "sq48_fast": lambda: Squinch(SQ48, search=False),
-    "sq96": lambda: Squinch(SQ96),
 }
 
 

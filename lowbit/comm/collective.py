@@ -115,7 +115,7 @@ class TwoHop:
 
         Args:
             flat: contiguous [n], FP32, BF16 or FP16. Not to be touched until `wait` has returned.
-            feedback: this tensor's own, from `feedback(n)`.
+            feedback: this tensor's own, from `feedback`.
             noise: stochastic rounding with this stream (give every step and tensor its own).
         """
         _check(flat)
@@ -130,7 +130,14 @@ class TwoHop:
         return self._start(steps, [flat])
 
     def reduce_scatter(
-        self, flat: Tensor, out: Tensor, factor: float | None = None, sizes: list[int] | None = None
+        self,
+        flat: Tensor,
+        out: Tensor,
+        factor: float | None = None,
+        sizes: list[int] | None = None,
+        *,
+        residual: Tensor | None = None,
+        noise: Noise | None = None,
     ) -> Work:
         """This rank's part of the sum over ranks, times factor (mean if None): one hop, one rounding.
 
@@ -138,6 +145,8 @@ class TwoHop:
             flat: contiguous [n]; the ranks' parts follow each other. Not changed.
             out: contiguous FP32 [this rank's size].
             sizes: values of each rank's part, equal if None. With `intra_group` they must be equal.
+            residual: error feedback, FP32 [n]: what this rank lost of `flat` last time; changed in place.
+            noise: stochastic rounding with this stream.
 
         One rank that owns everything gets all messages over its own link: that costs as much as `all_reduce_`.
         """
@@ -157,13 +166,17 @@ class TwoHop:
             return Work()
         if self.inside is not None and len(set(sizes)) > 1:
             raise ValueError("reduce_scatter in two levels: every rank's part must have the same size")
+        if self.inside is not None and residual is not None:
+            raise ValueError("reduce_scatter in two levels: a rank sends its node's sum, not what it lost itself")
         align = max(self.codec.align, self.intra_codec.align)
         start = sum(sizes[: self.rank])
         steps = []
-        for ranges in scatter_pieces(sizes, self._piece(flat.is_cuda), align):
+        for k, ranges in enumerate(scatter_pieces(sizes, self._piece(flat.is_cuda), align)):
             a, b = ranges[self.rank]
-            steps.append(partial(self._scatter_piece, flat, ranges, out[a - start : b - start], factor))
-        return self._start(steps, [flat, out])
+            stream = noise.fork(k, self.rank) if noise else None
+            mine = out[a - start : b - start]
+            steps.append(partial(self._scatter_piece, flat, ranges, mine, factor, residual, stream))
+        return self._start(steps, [flat, out] if residual is None else [flat, out, residual])
 
     def all_gather(self, mine: Tensor, out: Tensor) -> Work:
         """Every rank's part, as it is: weights after a step.
@@ -180,14 +193,19 @@ class TwoHop:
         cut = pieces(mine.numel(), max(1, self._piece(mine.is_cuda) // self.ranks))
         return self._start([partial(self._gather_piece, mine[a:b], parts[:, a:b]) for a, b in cut], [mine, out])
 
-    def feedback(self, numel: int, device: torch.device) -> Feedback:
-        """Residuals, all zero, for a tensor of `numel` values."""
-        sent, owned = [], []
-        for a, b in pieces(numel, self._piece(device.type == "cuda")):
-            length = self._shard(b - a)
-            sent.append(length)
-            owned.append(share(length, self.between.size, self.codec.align))
-        return Feedback(sent, owned, device)
+    def feedback(self, sent: Tensor) -> Feedback:
+        """Error feedback for a tensor of n values, where `sent` FP32 [n] keeps what this rank lost of them.
+
+        Raises `ValueError` with `intra_group`: a rank then sends its node's sum, of which it did not lose anything.
+        """
+        if self.inside is not None:
+            raise ValueError("error feedback in two levels: a rank sends its node's sum, not what it lost itself")
+        cut = pieces(sent.numel(), self._piece(sent.is_cuda))
+        owned = []
+        for a, b in cut:
+            per_rank = share(b - a, self.between.size, self.codec.align)
+            owned.append((min(b, a + self.rank * per_rank), min(b, a + (self.rank + 1) * per_rank)))
+        return Feedback(sent, cut, owned)
 
     def close(self) -> None:
         """End the thread. Works that were not waited for are finished first."""
@@ -227,7 +245,15 @@ class TwoHop:
             if part.numel():
                 codec.decode_rows(messages, per_rank, part)
 
-    def _scatter_piece(self, flat: Tensor, ranges: list[tuple[int, int]], out: Tensor, factor: float) -> Steps:
+    def _scatter_piece(
+        self,
+        flat: Tensor,
+        ranges: list[tuple[int, int]],
+        out: Tensor,
+        factor: float,
+        residual: Tensor | None,
+        noise: Noise | None,
+    ) -> Steps:
         """ranges: of each rank, in flat. Sizes are equal where there are two levels."""
         parts = [flat[a:b] for a, b in ranges]
         codec = self.codec
@@ -238,7 +264,14 @@ class TwoHop:
             arrived = yield self._exchange(self.inside, messages)
             shard = self.intra_codec.sum_decode(arrived, nodes * n, 1.0)
             parts = list(torch.split(shard, n))
-        encoded = [codec.encode(part) for part in parts]
+        if residual is None:
+            encoded = [codec.encode(part, noise.fork(r) if noise else None) for r, part in enumerate(parts)]
+        else:
+            lost = [residual[a:b] for a, b in ranges]
+            encoded = [
+                encode_with_residual(codec, part, 1, part.numel(), own)[0]
+                for part, own in zip(parts, lost, strict=True)
+            ]
         sizes = [message.numel() for message in encoded]
         arrived = yield self.between.exchange(torch.cat(encoded), sizes, codec.nbytes(out.numel()))
         codec.sum_decode(arrived, out.numel(), factor, out)
@@ -285,13 +318,13 @@ class _Extras:
 
     def encode(self, codec: Codec, x: Tensor, rows: int, per_row: int, rank: int) -> Tensor:
         if self.feedback is not None:
-            return encode_with_residual(codec, x, rows, per_row, self.feedback.sent[self.piece])
+            return encode_with_residual(codec, x, rows, per_row, self.feedback.sent(self.piece))
         return codec.encode_rows(x, rows, per_row, self.noise.fork(1, rank) if self.noise else None)
 
     def sum_encode(self, codec: Codec, arrived: Tensor, n: int, factor: float, rank: int) -> Tensor:
         if self.feedback is not None:
             total = codec.sum_decode(arrived, n, factor)
-            return encode_with_residual(codec, total, 1, n, self.feedback.owned[self.piece])[0]
+            return encode_with_residual(codec, total, 1, n, self.feedback.owned(self.piece))[0]
         return codec.sum_encode(arrived, n, factor, self.noise.fork(2, rank) if self.noise else None)
 
 

@@ -31,7 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.comm.reducers import Reducer
+from lowbit.comm.noise import Noise
+from lowbit.comm.reducers import CodedReducer, Reducer
+from lowbit.comm.residuals import Clock, Residuals
 from lowbit.errors import ConfigError, LowbitError
 
 OLDEST, BEFORE = (0, 19, 8), (0, 20)
@@ -107,7 +109,7 @@ def zero_config(
 
 
 @dataclass
-class Traffic:
+class SentBytes:
     """Bytes that this rank sent since the last `take`."""
 
     gradients: float = 0.0
@@ -135,7 +137,13 @@ class Attachment:
     reducer: Reducer
     exact: set[int]
     """Identities of the parameters whose gradients travel in FP32."""
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: SentBytes = field(default_factory=SentBytes)
+    residuals: Residuals | None = None
+    """Error feedback, if there is to be any."""
+    clock: Clock | None = None
+    """Stochastic rounding, likewise."""
+    names: dict[int, str] = field(default_factory=dict)
+    """Of parameters, by identity."""
     _checked: bool = False
     _pieces: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
 
@@ -159,17 +167,30 @@ class Attachment:
             raise LowbitError(f"deepspeed: {name} is not what this version of lowbit attaches to; install 0.19.8")
         setattr(self.zero, name, replacement)
 
+    def _noise(self) -> Noise | None:
+        return self.clock.next() if self.clock is not None else None
+
     # Stage 0 --------------------------------------------------------------------------------------------------------
+
+    def keep_residuals(self, residuals: Residuals, parameters: list[Tensor], bucket_numbers: int) -> None:
+        """Have error feedback. `residuals`: of the coded ones among `parameters`, in their order."""
+        self.residuals = residuals
+        if self.stage == 0:
+            assert isinstance(self.reducer, CodedReducer)
+            for bucket in _buckets([p for p in parameters if id(p) not in self.exact], bucket_numbers):
+                sent = residuals.span([self.names[id(p)] for p in bucket])
+                residuals.buckets.append(self.reducer.feedback(sent))
 
     def reduce_whole(self, parameters: list[Tensor], bucket_numbers: int) -> None:
         """Stage 0: sum all gradients over the ranks, in place."""
         self._exact_sum([p.grad for p in parameters if p.grad is not None and id(p) in self.exact])
         coded = [p.grad for p in parameters if p.grad is not None and id(p) not in self.exact]
-        for bucket in _buckets(coded, bucket_numbers):
+        for index, bucket in enumerate(_buckets(coded, bucket_numbers)):
             flat = torch.cat([g.view(-1) for g in bucket])
             stock = None if self._checked else flat.clone()
+            feedback = self.residuals.buckets[index] if self.residuals is not None else None
             with self._counting():
-                self.reducer.all_reduce(flat)
+                self.reducer.all_reduce(flat, feedback, self._noise())
             if stock is not None:
                 dist.all_reduce(stock)
                 self._check(flat, stock)
@@ -201,6 +222,7 @@ class Attachment:
             type(self.zero).gradient_reduction_w_predivide(self.zero, stock, communication_data_type)
         exact: list[Tensor] = []
         chunks: list[list[Tensor]] = [[] for _ in range(self.world)]
+        lost: list[list[Tensor]] = [[] for _ in range(self.world)]
         offset = 0
         for group, index, number in self.zero.ipg_buckets[communication_data_type].params:
             parameter = self.zero.bit16_groups[group][index]
@@ -211,22 +233,32 @@ class Attachment:
                 continue
             for owner, start, count in self._owners(group, number, parameter.numel()):
                 chunks[owner].append(flat.narrow(0, start, count))
+                if self.residuals is not None:
+                    lost[owner].append(self.residuals.sent(self.names[id(parameter)]).narrow(0, start, count))
         self._exact_sum(exact)
-        mine = self._reduce_chunks(chunks, tensor)
+        mine = self._reduce_chunks(chunks, lost, tensor)
         if stock is not None:
             kept = chunks[self.rank]
             places = [(t.storage_offset() - tensor.storage_offset(), t.numel()) for t in kept]
             self._check(mine, torch.cat([stock.narrow(0, *place) for place in places]) if places else mine)
         return tensor
 
-    def _reduce_chunks(self, chunks: list[list[Tensor]], like: Tensor) -> Tensor:
+    def _reduce_chunks(self, chunks: list[list[Tensor]], lost: list[list[Tensor]], like: Tensor) -> Tensor:
         """Sum each rank's pieces over the ranks; this one's are written back, and returned end to end."""
-        flat = [torch.cat(pieces) if pieces else like.new_empty(0) for pieces in chunks]
+        flat = [_end_to_end(pieces, like) for pieces in chunks]
         if not any(chunk.numel() for chunk in flat):
             return flat[self.rank]
-        with self._counting():
-            mine = self.reducer.reduce_scatter(flat)
+        mine = self._reduce_flat(flat, lost, like)
         _write_back(mine, chunks[self.rank])
+        return mine
+
+    def _reduce_flat(self, flat: list[Tensor], lost: list[list[Tensor]], like: Tensor) -> Tensor:
+        """One flat chunk a rank -> the sum of this rank's; `lost`: the residuals of each chunk's pieces."""
+        kept = [_end_to_end(pieces, like) for pieces in lost] if self.residuals is not None else None
+        with self._counting():
+            mine = self.reducer.reduce_scatter(flat, kept, self._noise())
+        for whole, pieces in zip(kept or [], lost, strict=False):
+            _write_back(whole, pieces)
         return mine
 
     def _owners(self, group: int, number: int, numel: int) -> list[tuple[int, int, int]]:
@@ -256,14 +288,20 @@ class Attachment:
             stock = None if self._checked else [g.clone() for g in self._stock_scatter(coded)]
             pieces = [list(_parts_of_ranks(p.grad.reshape(-1), self.world)) for p in coded]
             chunks = [[cut[rank] for cut in pieces] for rank in range(self.world)]
-            flat = [torch.cat(chunk) for chunk in chunks]
-            with self._counting():
-                mine = self.reducer.reduce_scatter(flat) / self.world
+            flat = [torch.cat(chunk).div_(self.world) for chunk in chunks]
+            mine = self._reduce_flat(flat, self._lost_parts(coded), flat[0])
             lengths = [piece.numel() for piece in chunks[self.rank]]
             parts |= dict(zip(map(id, coded), _cut(mine, lengths), strict=True))
             if stock is not None:
                 self._check(mine, torch.cat([g.reshape(-1) for g in stock]))
         return [parts[id(p)] for p in params_to_reduce]
+
+    def _lost_parts(self, params: list[Any]) -> list[list[Tensor]]:
+        """For each rank the residuals of its parts of the parameters."""
+        if self.residuals is None:
+            return []
+        cut = [list(_parts_of_ranks(self.residuals.sent(self.names[id(p)]), self.world)) for p in params]
+        return [[parts[rank] for parts in cut] for rank in range(self.world)]
 
     def _stock_scatter(self, params: list[Any]) -> list[Tensor]:
         from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
@@ -303,6 +341,10 @@ def _buckets(tensors: list[Tensor], numbers: int) -> Iterator[list[Tensor]]:
         bucket.append(tensor)
     if bucket:
         yield bucket
+
+
+def _end_to_end(pieces: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(pieces) if pieces else like.new_empty(0)
 
 
 def _write_back(flat: Tensor, tensors: list[Tensor]) -> None:

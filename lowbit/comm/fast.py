@@ -35,7 +35,6 @@ from lowbit.comm.grid import (
     FP32_MANTISSA,
     LARGEST_BITS,
     SQ48,
-    SQ96,
     SQUINCH,
     TILE,
     Grid,
@@ -70,9 +69,8 @@ class Planes:
         tile = at.exponents + begin // TILE
         self.exponents = message[tile : min(tile + -(-blocks * grid.block // TILE), at.exponents + at.tiles)]
         self.scales = message[at.scales + first : at.scales + last]
-        a, b = (8, 3) if grid is SQ96 else (1, 4)
-        self.first = message[at.first + a * first : at.first + a * last]
-        self.second = message[at.second + b * first : at.second + b * last]
+        self.first = message[at.first + first : at.first + last]
+        self.second = message[at.second + 4 * first : at.second + 4 * last]
 
 
 class FastCoder:
@@ -218,10 +216,7 @@ class Encoding:
         if self.search:
             self._shrink()
         np.less(values.view(np.int32), 0, out=self.negative)
-        if self.grid is SQ96:
-            self._pack_pairs(planes)
-        else:
-            self._pack_nibbles(planes)
+        self._pack_nibbles(planes)
         self._finish(bad, planes)
 
     def _shrink(self) -> None:
@@ -250,24 +245,6 @@ class Encoding:
         np.bitwise_or(wide[0], word, out=word)
         np.copyto(planes.second.view(np.uint32), word, casting="unsafe")
 
-    def _pack_pairs(self, planes: Planes) -> None:
-        """sq96: two signed levels are one of 45**2 codes; low bytes and high bits of eight make a block."""
-        level = self.entry
-        if self.search:
-            np.multiply(self.flag, np.uint64(5), out=self.word)
-            np.right_shift(self.entry_pairs, self.word, out=self.entry_pairs)
-            np.bitwise_and(level, 31, out=level)
-        negative = np.ascontiguousarray(self.negative.view(np.uint16).reshape(self.blocks, 8).T)
-        sign = 1 - 2 * negative.view(np.int8).reshape(level.shape)
-        np.multiply(level, sign, out=level)
-        pair = (level[:, :, 0] * 45 + level[:, :, 1] + 22 * 46).astype(np.uint64)
-        low, high = np.zeros(self.blocks, np.uint64), np.zeros(self.blocks, np.uint64)
-        for k in range(8):
-            low |= (pair[k] & np.uint64(255)) << np.uint64(8 * k)
-            high |= (pair[k] >> np.uint64(8)) << np.uint64(3 * k)
-        np.copyto(planes.first.view(np.uint64), low)
-        planes.second.reshape(-1, 3)[:] = high.view(np.uint8).reshape(-1, 8)[:, :3]
-
     def _finish(self, bad: npt.NDArray[np.bool_] | None, planes: Planes) -> None:
         """Scale bytes. Blocks of zeros and blocks that are not finite carry nothing else."""
         empty = None
@@ -282,14 +259,8 @@ class Encoding:
         np.copyto(planes.scales, self.scale, casting="unsafe")
         if empty is None:
             return
-        if self.grid is SQ96:
-            code = 22 * 46
-            planes.first.reshape(-1, 8)[empty] = code & 255
-            high = sum((code >> 8) << (3 * k) for k in range(8))
-            planes.second.reshape(-1, 3)[empty] = list(high.to_bytes(3, "little"))
-        else:
-            planes.first[empty] = 0
-            planes.second.reshape(-1, 4)[empty] = 0
+        planes.first[empty] = 0
+        planes.second.reshape(-1, 4)[empty] = 0
 
     def _look_up(self, table: Tensor) -> Ints:
         """table[self.scales], int32 bits."""
@@ -342,12 +313,11 @@ class Decoding:
     def __init__(self, coder: FastCoder, blocks: int) -> None:
         self.grid, self.t, self.blocks = coder.grid, coder.tables, blocks
         size = blocks * self.grid.block
-        parts = (blocks, 2) if self.grid is SQ96 else (blocks,)
         self.index = torch.empty(size // 2, dtype=torch.int32)
         self.values = torch.empty(size, dtype=torch.float32)
         self.total = torch.empty(size, dtype=torch.float32)
-        self.upper_index = torch.empty(parts, dtype=torch.int32)
-        self.upper = torch.empty(parts, dtype=torch.int64)
+        self.upper_index = torch.empty(blocks, dtype=torch.int32)
+        self.upper = torch.empty(blocks, dtype=torch.int64)
         self.scales = torch.empty(blocks, dtype=torch.int32)
         self.scale: Ints = self.scales.numpy()
         self.units = torch.empty(blocks, dtype=torch.float32)
@@ -355,19 +325,9 @@ class Decoding:
 
     def decode(self, planes: Planes, out: Tensor) -> Tensor:
         """planes -> out FP32 [blocks * block]."""
-        at = self.upper_index.numpy()
-        if self.grid is SQ96:
-            word = np.zeros((self.blocks, 4), np.uint8)
-            word[:, :3] = planes.second.reshape(-1, 3)
-            high = word.view(np.int32)[:, 0]
-            np.bitwise_and(high, 4095, out=at[:, 0])
-            np.right_shift(high, 12, out=at[:, 1])
-            low = planes.first
-        else:
-            np.copyto(at, planes.first)
-            low = planes.second
-        torch.index_select(self.t.upper, 0, self.upper_index.view(-1), out=self.upper.view(-1))
-        np.bitwise_or(low, self.upper.numpy().view(np.int16).reshape(-1), out=self.index.numpy())
+        np.copyto(self.upper_index.numpy(), planes.first)
+        torch.index_select(self.t.upper, 0, self.upper_index, out=self.upper)
+        np.bitwise_or(planes.second, self.upper.numpy().view(np.int16).reshape(-1), out=self.index.numpy())
         torch.index_select(self.t.pairs, 0, self.index, out=out.view(torch.int64))
         self._units(planes)
         value = out.numpy().reshape(self.blocks, self.grid.block)
@@ -385,7 +345,7 @@ class Decoding:
         return self.total.mul_(factor) if factor != 1.0 else self.total
 
     def _units(self, planes: Planes) -> None:
-        """self.unit: what level 1 (squinch) or the highest level (sq48, sq96) stands for."""
+        """self.unit: what level 1 (squinch) or the highest level (sq48) stands for."""
         scale = planes.scales
         np.copyto(self.scale, scale)
         if self.grid is SQUINCH:

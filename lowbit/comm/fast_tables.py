@@ -12,7 +12,6 @@ from lowbit.comm.grid import (
     EXPONENT_MIN,
     HALF_EIGHTHS,
     SHRINK,
-    SQ96,
     Grid,
     squinch_reciprocals,
     squinch_thresholds,
@@ -20,6 +19,7 @@ from lowbit.comm.grid import (
 )
 
 INFINITY = 0x7F800000
+LEVEL_BITS = 4
 OFFSET = 1016
 """Tables over s, a scale in eighths of an octave, begin at s = -1016: entry s + OFFSET."""
 
@@ -28,8 +28,7 @@ class FastTables:
     """A grid's tables. Built once a codec."""
 
     def __init__(self, grid: Grid, search: bool) -> None:
-        self.bits = 4 if grid.levels < 16 else 5
-        self.entry = _entries(grid, search, self.bits)
+        self.entry = _entries(grid, search)
         scales = range(-OFFSET, EIGHTHS_MAX + 2)
         self.scale_bits = torch.tensor([_scale_bits(s, EIGHTHS) for s in scales], dtype=torch.int32)
         self.half_bits = torch.tensor([_scale_bits(s, HALF_EIGHTHS) for s in scales], dtype=torch.int32)
@@ -43,20 +42,20 @@ class FastTables:
         self.squinch_units = torch.tensor(squinch_units(), dtype=torch.float32)
         self.squinch_reciprocals = torch.tensor(squinch_reciprocals(), dtype=torch.float32).view(torch.int32)
         self.pairs = _value_pairs(grid)
-        self.upper = _upper_parts(grid)
+        self.upper = _upper_parts()
 
 
-def _entries(grid: Grid, search: bool, bits: int) -> Tensor:
+def _entries(grid: Grid, search: bool) -> Tensor:
     """int32: what a value at step i of its block's scale means. Without the search steps go 4.5% beyond the grid; those
     have the highest level.
     """
-    above = 2 * bits + grid.block.bit_length() - 1
+    above = 2 * LEVEL_BITS + grid.block.bit_length() - 1
     q, q_shrunk = grid.codes(), grid.codes(SHRINK)
     at, at_shrunk = grid.level_steps(), grid.level_steps(SHRINK)
     entries = []
     for i in range(grid.steps + 1):
         difference = (i - at_shrunk[q_shrunk[i]]) ** 2 - (i - at[q[i]]) ** 2
-        entries.append(difference << above | q_shrunk[i] << bits | q[i] if search else q[i])
+        entries.append(difference << above | q_shrunk[i] << LEVEL_BITS | q[i] if search else q[i])
     return torch.tensor(entries + entries[-1:] * (grid.steps // 8), dtype=torch.int32)
 
 
@@ -66,24 +65,17 @@ def _scale_bits(s: int, mantissas: tuple[int, ...]) -> int:
 
 
 def _value_pairs(grid: Grid) -> Tensor:
-    """Two FP32 values as one int64. Index: a byte of codes | two signs << 8; for sq96 the pair code, 0..2047."""
+    """Two FP32 values as one int64. Index: a byte of codes | two signs << 8."""
     value = torch.tensor(grid.level_values(), dtype=torch.float32)
-    if grid is SQ96:
-        side = 2 * grid.levels + 1
-        code = torch.arange(2048).clamp(max=side * side - 1)
-        signed = torch.stack([code // side, code % side], dim=1) - grid.levels
-        pair = torch.where(signed < 0, -value[signed.abs()], value[signed.abs()])
-    else:
-        code = torch.arange(1024)
-        pair = value[torch.stack([code & 15, (code >> 4) & 15], dim=1)]
-        pair = torch.where(torch.stack([code >> 8, code >> 9], dim=1) & 1 > 0, -pair, pair)
+    code = torch.arange(1024)
+    pair = value[torch.stack([code & 15, (code >> 4) & 15], dim=1)]
+    pair = torch.where(torch.stack([code >> 8, code >> 9], dim=1) & 1 > 0, -pair, pair)
     return pair.contiguous().view(torch.int64).flatten()
 
 
-def _upper_parts(grid: Grid) -> Tensor:
+def _upper_parts() -> Tensor:
     """Bits 8 and up of four neighbouring indices into the value pairs, as four int16 in one int64. Index: a byte of
-    signs, two bits an index; for sq96 twelve high bits, three an index.
+    signs, two bits an index.
     """
-    width, count = (3, 4096) if grid is SQ96 else (2, 256)
-    parts = torch.arange(count)[:, None] >> (width * torch.arange(4)) & (1 << width) - 1
+    parts = torch.arange(256)[:, None] >> (2 * torch.arange(4)) & 3
     return (parts << 8).to(torch.int16).view(torch.int64).flatten()

@@ -7,7 +7,6 @@ q**power, and one 8-bit code of the unit for the block:
 |---------|-------|--------|-------|-------------|--------------|
 | squinch | 8     | 0..15  | 2     | e**(1/6) steps above the block's largest value | 48 / 8 |
 | sq48    | 8     | 0..15  | 1.5   | 2**(1/8) steps, the better of the two next to the largest value | 48 / 8 |
-| sq96    | 16    | -22..22| 1.5   | as sq48; two values share an 11-bit code | 96 / 16 |
 
 `squinch` is Character.AI's published block (blog.character.ai/squinch, December 2025): an 8-bit logarithm of the
 largest magnitude, q_max = clip(floor(6 ln max + 129), 0, 255), meaning exp((q_max - 128) / 6), 8 sign bits, and eight
@@ -15,7 +14,7 @@ largest magnitude, q_max = clip(floor(6 ln max + 129), 0, 255), meaning exp((q_m
 the square-root domain, q = floor(15 sqrt(|x| / max) + 1/2), which has an exact zero. (The other reading, sixteen cells
 decoded at their middle, has none: a coordinate whose gradient is zero would come out as max / 1024, and Adam would turn
 that into steps of full size.) We reserve q_max = 0 for blocks of zeros and q_max = 255 for blocks with Inf or NaN.
-`sq48` and `sq96` are ours.
+`sq48` is ours.
 
 Bits must not depend on the device, so rounding is integer arithmetic. The quotient |x| / scale is one FP32 product with
 a tabulated reciprocal, rounded to a whole number i of 0..steps (half to even); everything after that is a function of
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 
 FP32_MANTISSA = 1 << 23
 SHRINK = 2.0**-0.125
-"""The second candidate scale of sq48 and sq96 relative to the first."""
+"""The second candidate scale of sq48 relative to the first."""
 
 EIGHTHS = tuple(round(FP32_MANTISSA * (2 ** (j / 8) - 1)) for j in range(8))
 """FP32 mantissas of 2**(j/8): scale s (in eighths of an octave) is 2**(s >> 3) with mantissa EIGHTHS[s & 7]."""
@@ -38,7 +37,7 @@ HALF_EIGHTHS = tuple(math.floor(FP32_MANTISSA * (2 ** ((j + 0.5) / 8) - 1)) for 
 """Mantissas halfway (in the logarithm) between the scales: above HALF_EIGHTHS[j] the nearest scale is j + 1."""
 
 TILE = 4096
-"""sq48 and sq96: values that share an exponent byte; a block's byte counts eighths of an octave down from it."""
+"""sq48: values that share an exponent byte; a block's byte counts eighths of an octave down from it."""
 
 EXPONENT_MIN, EXPONENT_MAX = -80, 128
 """Range of a tile's exponent. Its lower end keeps every scale, its reciprocal and every decoded value normal in FP32:
@@ -106,7 +105,6 @@ class Grid:
 
 SQUINCH = Grid("squinch", 1, block=8, levels=15, power=2.0, steps=4050)
 SQ48 = Grid("sq48", 2, block=8, levels=15, power=1.5, steps=2074)
-SQ96 = Grid("sq96", 3, block=16, levels=22, power=1.5, steps=1006)
 
 
 def squinch_maximum(code: int) -> float:

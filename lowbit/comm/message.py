@@ -1,14 +1,10 @@
 """Where things lie in a message of the 6-bit formats: a header, then planes.
 
     bytes 0..15            header: "LQ", version, format, n as a 64-bit little-endian integer, four zero bytes
-    exponents              sq48, sq96: a byte for each 4096 values, filled up with zeros to a multiple of 16 bytes
+    exponents              sq48: a byte for each 4096 values, filled up with zeros to a multiple of 16 bytes
     scales   [blocks]      a byte for each block
-    squinch, sq48 (blocks of 8 values)
-      signs  [blocks]      bit i: value i is negative
-      codes  [4 blocks]    value 2k of a block in the low half of byte k, value 2k + 1 in the high half
-    sq96 (blocks of 16 values)
-      low    [8 blocks]    the low 8 bits of the eight 11-bit pair codes
-      high   [3 blocks]    their upper 3 bits, pair k at bits 3k of a 24-bit little-endian number
+    signs    [blocks]      bit i: value i is negative
+    codes    [4 blocks]    value 2k of a block in the low half of byte k, value 2k + 1 in the high half
 
 n is filled up with zeros to a multiple of 16 blocks, so that every plane begins at a multiple of 16 bytes and a kernel
 can write it in whole words. Planes, not records of 6 bytes: neighbouring threads then write neighbouring bytes.
@@ -21,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.comm.grid import SQ48, SQ96, SQUINCH, TILE, Grid
+from lowbit.comm.grid import SQ48, SQUINCH, TILE, Grid
 from lowbit.errors import LowbitError
 
 MAGIC = b"LQ"
@@ -29,7 +25,7 @@ VERSION = 1
 HEADER = struct.Struct("<2sBBq4x")
 BLOCKS_MULTIPLE = 16
 
-_NAMES = {grid.ident: grid.name for grid in (SQUINCH, SQ48, SQ96)}
+_NAMES = {grid.ident: grid.name for grid in (SQUINCH, SQ48)}
 
 
 @dataclass(frozen=True)
@@ -42,9 +38,9 @@ class Layout:
     """Blocks, filled up to a multiple of 16."""
     scales: int
     first: int
-    """Offset of the signs, or of sq96's low bytes."""
+    """Offset of the signs."""
     second: int
-    """Offset of the codes, or of sq96's high bits."""
+    """Offset of the codes."""
     nbytes: int
 
     exponents: int = HEADER.size
@@ -57,8 +53,8 @@ def layout(grid: Grid, n: int) -> Layout:
     tiles = 0 if grid is SQUINCH else math.ceil(n / TILE)
     scales = HEADER.size + 16 * math.ceil(tiles / 16)
     first = scales + blocks
-    second = first + blocks * (8 if grid is SQ96 else 1)
-    return Layout(tiles, blocks, scales, first, second, second + blocks * (3 if grid is SQ96 else 4))
+    second = first + blocks
+    return Layout(tiles, blocks, scales, first, second, second + 4 * blocks)
 
 
 def header(grid: Grid, n: int) -> bytes:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lowbit.comm.codecs import make_codec
 from lowbit.comm.collective import TwoHop
+from lowbit.comm.feedback import Feedback
+from lowbit.comm.noise import Noise
 from lowbit.comm.transport import node_groups
 from lowbit.configs.schema import CommKind
 
@@ -35,12 +37,20 @@ class Reducer(Protocol):
         """Bytes that this rank has sent inside its node, where the two are apart."""
         ...
 
-    def all_reduce(self, flat: Tensor) -> None:
-        """flat [n] FP32, on every rank its own numbers -> their sum, in place; the same bits on every rank."""
+    def all_reduce(self, flat: Tensor, feedback: Feedback | None = None, noise: Noise | None = None) -> None:
+        """flat [n] FP32, on every rank its own numbers -> their sum, in place; the same bits on every rank.
+
+        feedback: what coding lost of these numbers so far. noise: for stochastic rounding. Codecs only.
+        """
         ...
 
-    def reduce_scatter(self, chunks: list[Tensor]) -> Tensor:
-        """One chunk for each rank, of lengths that all ranks agree on -> FP32, the sum of this rank's chunk."""
+    def reduce_scatter(
+        self, chunks: list[Tensor], lost: list[Tensor] | None = None, noise: Noise | None = None
+    ) -> Tensor:
+        """One chunk for each rank, of lengths that all ranks agree on -> FP32, the sum of this rank's chunk.
+
+        lost: what coding lost of each chunk so far, changed in place. noise: for stochastic rounding. Codecs only.
+        """
         ...
 
 
@@ -55,14 +65,16 @@ class Bf16Reducer:
         self._rank = rank
         self._world = world
 
-    def all_reduce(self, flat: Tensor) -> None:
+    def all_reduce(self, flat: Tensor, feedback: Feedback | None = None, noise: Noise | None = None) -> None:
         """See `Reducer.all_reduce`."""
         rounded = flat.to(torch.bfloat16)
         dist.all_reduce(rounded)
         self.sent += 2 * (self._world - 1) / self._world * rounded.nbytes
         flat.copy_(rounded)
 
-    def reduce_scatter(self, chunks: list[Tensor]) -> Tensor:
+    def reduce_scatter(
+        self, chunks: list[Tensor], lost: list[Tensor] | None = None, noise: Noise | None = None
+    ) -> Tensor:
         """See `Reducer.reduce_scatter`."""
         rows = _rows(chunks, torch.bfloat16)
         mine = rows.new_empty(rows.shape[1])
@@ -77,7 +89,7 @@ class CodedReducer:
     def __init__(self, codec: str, rank: int, world: int, node_size: int) -> None:
         self.name = codec
         self._rank = rank
-        self._levels = 1 < node_size < world and world % node_size == 0
+        self._levels = two_levels(world, node_size)
         between, inside = node_groups(node_size) if self._levels else (dist.new_group(), None)
         self._hops = TwoHop(between, make_codec(codec), intra_group=inside)
 
@@ -91,11 +103,17 @@ class CodedReducer:
         """See `Reducer.sent_inside`."""
         return float(self._hops.inside.bytes_sent) if self._hops.inside is not None else 0.0
 
-    def all_reduce(self, flat: Tensor) -> None:
+    def all_reduce(self, flat: Tensor, feedback: Feedback | None = None, noise: Noise | None = None) -> None:
         """See `Reducer.all_reduce`."""
-        self._hops.all_reduce_(flat, 1.0).wait()
+        self._hops.all_reduce_(flat, 1.0, feedback=feedback, noise=noise).wait()
 
-    def reduce_scatter(self, chunks: list[Tensor]) -> Tensor:
+    def feedback(self, sent: Tensor) -> Feedback:
+        """Error feedback for tensors of sent's length that are all-reduced; `sent` keeps what this rank lost."""
+        return self._hops.feedback(sent)
+
+    def reduce_scatter(
+        self, chunks: list[Tensor], lost: list[Tensor] | None = None, noise: Noise | None = None
+    ) -> Tensor:
         """See `Reducer.reduce_scatter`."""
         if self._levels:  # both levels together need equal parts
             rows = _rows(chunks, torch.float32)
@@ -103,8 +121,17 @@ class CodedReducer:
         else:
             flat, sizes = torch.cat(chunks), [chunk.numel() for chunk in chunks]
         mine = flat.new_empty(sizes[self._rank])
-        self._hops.reduce_scatter(flat, mine, 1.0, sizes).wait()
+        residual = torch.cat(lost) if lost is not None else None
+        self._hops.reduce_scatter(flat, mine, 1.0, sizes, residual=residual, noise=noise).wait()
+        if lost is not None and residual is not None:
+            for own, left in zip(lost, torch.split(residual, sizes), strict=True):
+                own.copy_(left)
         return mine[: chunks[self._rank].numel()]
+
+
+def two_levels(world: int, node_size: int) -> bool:
+    """Whether ranks exchange inside their nodes first: several nodes of several ranks each, all of one size."""
+    return 1 < node_size < world and world % node_size == 0
 
 
 def _rows(chunks: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -1,16 +1,16 @@
 """The 6-bit gradient codecs, written for reading: what their bytes are is defined here.
 
-Encoding a block (8 or 16 neighbouring values) takes its largest magnitude m, a scale not far above m, and for every
+Encoding a block (8 neighbouring values) takes its largest magnitude m, a scale not far above m, and for every
 value the level nearest to |x| / scale in the companded domain (`grid`). Differences between the formats:
 
 * squinch: the scale is the published exp((q_max - 128) / 6) > m.
-* sq48, sq96: the scale is 2**(s / 8) with s the smallest that reaches m, or s - 1, whichever gives the smaller squared
+* sq48: the scale is 2**(s / 8) with s the smallest that reaches m, or s - 1, whichever gives the smaller squared
   error (measured in whole steps, so exactly; a tie keeps the larger). The byte is s relative to the exponent of its
   tile of 4096 values, 1 .. 254: full precision down to 2**-30 of the tile's largest value, gradually nothing over the
   eight octaves below. `search=False` takes the s nearest to 8 log2 m instead and saves the second look (0.3 dB worse).
 
-Signal to noise on normal values: 26.4, 28.7 and 30.8 dB. All-zero blocks decode to zero. Blocks that hold an Inf or a
-NaN decode to NaN, so that checks for overflow see them; in sq48 and sq96 those with a magnitude above 2**127.875 too.
+Signal to noise on normal values: 26.4 and 28.7 dB. All-zero blocks decode to zero. Blocks that hold an Inf or a
+NaN decode to NaN, so that checks for overflow see them; in sq48 those with a magnitude above 2**127.875 too.
 
 Stochastic rounding (`noise`) keeps the mean: q goes up with the probability (|x| / unit - level[q]) / (level[q + 1] -
 level[q]). It costs 3 to 4 dB a step and pays only where all ranks send almost the same values.
@@ -37,7 +37,6 @@ from lowbit.comm.grid import (
     LARGEST_BITS,
     SHRINK,
     SQ48,
-    SQ96,
     SQUINCH,
     TILE,
     Grid,
@@ -70,7 +69,7 @@ class Tables(NamedTuple):
 
 
 class ReferenceSquinch(Codec):
-    """One of the three formats in plain PyTorch operations, on any device."""
+    """One of the formats in plain PyTorch operations, on any device."""
 
     def __init__(self, grid: Grid = SQ48, search: bool = True) -> None:
         self.grid = grid
@@ -138,7 +137,7 @@ class ReferenceSquinch(Codec):
         out[: messages.HEADER.size] = torch.tensor(list(messages.header(grid, n)), dtype=torch.uint8)
         out[at.exponents : at.exponents + at.tiles] = exponents
         out[at.scales : at.first] = scale.to(torch.uint8)
-        first, second = (_pack_pairs if grid is SQ96 else _pack_signed)(q, negative, grid)
+        first, second = _pack_signed(q, negative)
         out[at.first : at.second] = first
         out[at.second :] = second
         return out
@@ -190,8 +189,7 @@ class ReferenceSquinch(Codec):
             exponent = exponent.repeat_interleave(TILE // grid.block)[: at.blocks]
             unit = _power((scale - CODE_MAX + 8 * exponent).clamp(8 * -126, EIGHTHS_MAX))
             unit = torch.where(scale == CODE_ZERO, 0.0, torch.where(scale == CODE_NAN, torch.nan, unit))
-        unpack = _unpack_pairs if grid is SQ96 else _unpack_signed
-        q, negative = unpack(message[at.first : at.second], message[at.second :], grid)
+        q, negative = _unpack_signed(message[at.first : at.second], message[at.second :])
         value = t.values[q] * unit[:, None]
         return torch.where(negative, -value, value).flatten()[:n]
 
@@ -202,34 +200,15 @@ def _power(eighths: Tensor) -> Tensor:
     return ((((eighths >> 3) + 127) << 23) | mantissa).to(torch.int32).view(torch.float32)
 
 
-def _pack_signed(q: Tensor, negative: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def _pack_signed(q: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
     """Levels and signs [blocks, 8] -> sign bytes [blocks], code bytes [4 blocks]."""
     bit = torch.arange(8, device=q.device)
     signs = (negative.long() << bit).sum(1)
     return signs.to(torch.uint8), (q[:, 0::2] | (q[:, 1::2] << 4)).flatten().to(torch.uint8)
 
 
-def _unpack_signed(signs: Tensor, codes: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def _unpack_signed(signs: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     bit = torch.arange(8, device=signs.device)
     negative = (signs.long()[:, None] >> bit) & 1 > 0
     codes = codes.long().view(-1, 4)
     return torch.stack([codes & 15, codes >> 4], dim=-1).view(-1, 8), negative
-
-
-def _pack_pairs(q: Tensor, negative: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Levels and signs [blocks, 16] -> low bytes [8 blocks], high bits [3 blocks]."""
-    signed = torch.where(negative, -q, q) + grid.levels
-    pair = signed[:, 0::2] * (2 * grid.levels + 1) + signed[:, 1::2]  # [blocks, 8], below 45**2 = 2025
-    high = ((pair >> 8) << (3 * torch.arange(8, device=q.device))).sum(1)
-    high = torch.stack([high & 255, (high >> 8) & 255, high >> 16], dim=1)
-    return (pair & 255).flatten().to(torch.uint8), high.flatten().to(torch.uint8)
-
-
-def _unpack_pairs(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    word = high.long().view(-1, 3)
-    word = word[:, 0] | (word[:, 1] << 8) | (word[:, 2] << 16)
-    upper = (word[:, None] >> (3 * torch.arange(8, device=low.device))) & 7
-    pair = low.long().view(-1, 8) | (upper << 8)
-    side = 2 * grid.levels + 1
-    signed = torch.stack([pair // side, pair % side], dim=-1).view(-1, 16) - grid.levels
-    return signed.abs(), signed < 0

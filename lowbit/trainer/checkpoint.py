@@ -17,6 +17,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -114,8 +115,14 @@ class CheckpointStore:
         if on_cuda:
             torch.cuda.synchronize()
         meta = json.loads(json.dumps(snapshot.meta))
-        return Snapshot(
-            snapshot.step, parts["model"], parts["optimizer"], parts.get("ema"), meta, parts.get("stabilisers")
+        return replace(
+            snapshot,
+            model=parts["model"],
+            optimizer=parts["optimizer"],
+            ema=parts.get("ema"),
+            meta=meta,
+            stabilisers=parts.get("stabilisers"),
+            exchange=parts.get("exchange"),
         )
 
     def _copies(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ backward pass goes on, gathers weights. What it is not asked for:
 - The loss is a sum over tokens, divided by the valid tokens of the whole step. Gradients are summed over ranks; where
   DeepSpeed insists on the mean (stage 3), the loss is multiplied by the number of ranks.
 - Gradients of all micro-batches of a step add up on the rank, in FP32, and travel once, during the last one's backward
-  pass. That costs a whole FP32 gradient a rank in steps of several micro-batches, also at stages 2 and 3.
+  pass. That costs a whole FP32 gradient a rank in steps of several micro-batches, also at stages 2 and 3. They travel
+  after it in the first step, which finds out what gets gradients at all, and where codes remember (`Wire.remembers`).
 - The norm is that of all gradients, computed from the parts; nothing is applied before it is known to be finite.
 
 Checkpoints are whole tensors by name (`trainer/shards.py`), so a run may go on with another stage, another number of
@@ -72,7 +73,7 @@ class DeepSpeedEngine:
         apart = self._own.parameters if self._own is not None else {}
         self._names = {id(p): name for name, p in model.named_parameters() if name not in apart}
         self._parameters = {name: p for name, p in model.named_parameters() if name not in apart}
-        self._wire = Wire(config.comm, self.stage, ranks, model.compute_dtype)
+        self._wire = Wire(config.comm, self.stage, ranks, model.compute_dtype, config.seed)
         self._ragged = False
         self._holding = False
         self._loss = _Loss(model)
@@ -155,7 +156,8 @@ class DeepSpeedEngine:
 
     def micro_step(self, objective: Objective, batch: Batch, scale: float, last: bool = True) -> ObjectiveOutput:
         """See `Engine.micro_step`."""
-        self._hold_reduction(not last or self.stage == 0 or self._arrivals is not None or self._ragged)
+        after = self._arrivals is not None or self._ragged or self._wire.remembers
+        self._hold_reduction(not last or self.stage == 0 or after)
         if self._arrivals is not None:
             self._arrivals.micro_batches += 1
         self._loss.work = lambda: run_objective(objective, self.model, batch)
@@ -305,6 +307,14 @@ class DeepSpeedEngine:
         if self.ranks.first:
             whole |= {key: tensor.clone() for key, tensor in slots.items() if not tensor.ndim}
         return whole
+
+    def exchange_tensors(self) -> dict[str, Tensor]:
+        """See `Engine.exchange_tensors`."""
+        return self._wire.state()
+
+    def load_exchange(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Engine.load_exchange`."""
+        self._wire.load(tensors)
 
     def _collect_slots(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.stage > 0:

@@ -17,7 +17,7 @@ import torch
 
 import lowbit
 from lowbit.configs.paths import with_absolute_paths
-from lowbit.configs.schema import EngineKind, RunConfig
+from lowbit.configs.schema import CommKind, EngineKind, RunConfig
 from lowbit.configs.stored import save_config
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, Loader
@@ -272,6 +272,10 @@ class Pretraining:
         logger.info("model %s: %.1f million parameters", self.config.model.name, parameters / 1e6)
         for row in rows:
             logger.info("  %s", row)
+        if self.ranks.world > 1:
+            engine, comm = self.config.engine, self.config.comm
+            sent = "FP32" if comm.kind is CommKind.none else comm.kind.value
+            logger.info("%d ranks, ZeRO %d, gradients travel as %s", self.ranks.world, engine.zero_stage, sent)
         for line in self.precision.lines():
             logger.info("%s", line)
         logger.info("%s", "MFU n/a: the peak of this device is not known" if peak is None else MFU_FORMULA)
@@ -298,6 +302,7 @@ class Pretraining:
             optimizer=self.engine.optimizer_tensors(),
             ema=self.engine.collect(self.ema.state_tensors()) if self.ema else None,
             stabilisers=self.stabilisers.state(),
+            exchange=self.engine.exchange_tensors() or None,
             meta={
                 "tokens": position.tokens,
                 "seconds": position.seconds,
@@ -340,6 +345,7 @@ class Pretraining:
         assert self.loader is not None and self.engine is not None
         if snapshot is not None:
             self.engine.load(without_state(self.model, snapshot.model, self.ranks), snapshot.optimizer)
+            self.engine.load_exchange(snapshot.exchange or {})
         if self.config.optim.ema_decay:  # built here: an average without a past starts at the weights as they are now
             self.ema = Ema(self.engine.weights(), self.config.optim.ema_decay, self.engine.refresh)
         if snapshot is None:

@@ -5,6 +5,7 @@
         optimizer.safetensors  "<weight's name>.<slot>", e.g. blocks.0.mlp.up.weight.exp_avg
         ema.safetensors        averaged weights, where kept
         stabilisers.safetensors  what the precision's stabilisers know, where there are any (trainer/stabilise.py)
+        exchange.safetensors   what coded gradients have lost so far (comm.error_feedback), and the noise's clock
         meta.json              step, position in the data, identity of tokenizer, data and model, versions
         manifest.json          SHA-256 and size of each file above, and when in the run's history it was written
 
@@ -58,12 +59,15 @@ class Snapshot:
     """Plain JSON: tokens, seconds, cursor, identity, metric state, versions."""
     stabilisers: dict[str, Tensor] | None = None
     """Their state by `<stabiliser>.<name>`; tensors of any type."""
+    exchange: dict[str, Tensor] | None = None
+    """What the exchange of gradients remembers (comm/residuals.py)."""
 
     @property
     def parts(self) -> dict[str, dict[str, Tensor]]:
         """Tensors by file name without ending."""
-        parts = {"model": self.model, "optimizer": self.optimizer, "ema": self.ema, "stabilisers": self.stabilisers}
-        return {name: tensors for name, tensors in parts.items() if tensors is not None}
+        optional = {"ema": self.ema, "stabilisers": self.stabilisers, "exchange": self.exchange}
+        parts = {name: tensors for name, tensors in optional.items() if tensors is not None}
+        return {"model": self.model, "optimizer": self.optimizer, **parts}
 
     @property
     def bytes(self) -> int:
@@ -121,10 +125,11 @@ def read_manifest(folder: Path) -> Manifest:
 def read_snapshot(folder: Path, weights_only: bool = False) -> Snapshot:
     """Read a checkpoint, each file checked against its hash first; CheckpointError names the damaged file.
 
-    With `weights_only` the optimizer's state is neither read nor checked, and `optimizer` is empty.
+    With `weights_only` the state of optimizer and exchange is neither read nor checked, and `optimizer` is empty.
     """
     files = read_manifest(folder).files
-    wanted = [name for name in files if not (weights_only and name == "optimizer.safetensors")]
+    training = ("optimizer.safetensors", "exchange.safetensors")
+    wanted = [name for name in files if not (weights_only and name in training)]
     for needed in ("model.safetensors", "optimizer.safetensors", META):
         if needed not in files:
             raise CheckpointError(f"{folder / MANIFEST} lists no {needed}")
@@ -150,6 +155,7 @@ def read_snapshot(folder: Path, weights_only: bool = False) -> Snapshot:
             parts.get("ema"),
             content["meta"],
             parts.get("stabilisers"),
+            parts.get("exchange"),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error!r}") from None

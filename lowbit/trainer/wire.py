@@ -3,6 +3,8 @@
 Gradients: FP32 by DeepSpeed's own reductions, or coded by ours, put in their place (`comm.kind`). Weights, which ZeRO
 shards out and gathers: FP32, or BF16 where the model rounds them to it anyway (`comm.weights`). What is small or used
 in FP32 (`exact_below`, `used_in_fp32`) always travels as FP32.
+
+Error feedback and stochastic rounding remember something between steps: `state` and `load` keep it in checkpoints.
 """
 
 import logging
@@ -10,13 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.comm.cost import weights_in_bf16
-from lowbit.comm.deepspeed import Attachment, Traffic
-from lowbit.comm.reducers import make_reducer
+from lowbit.comm.deepspeed import Attachment, SentBytes
+from lowbit.comm.reducers import make_reducer, two_levels
+from lowbit.comm.residuals import Clock, Residuals
 from lowbit.comm.weights import count_gathers, gather_groups_in_bf16, gather_parameters_in_bf16
 from lowbit.configs.schema import CommConfig, CommKind
+from lowbit.errors import ConfigError
 from lowbit.trainer.client_optimizer import used_in_fp32
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.shards import Shards
@@ -27,13 +31,22 @@ logger = logging.getLogger("lowbit")
 class Wire:
     """The forms that a configuration asks for, and a count of the bytes."""
 
-    def __init__(self, config: CommConfig, stage: int, ranks: Ranks, compute_dtype: torch.dtype) -> None:
+    def __init__(self, config: CommConfig, stage: int, ranks: Ranks, compute_dtype: torch.dtype, seed: int = 0) -> None:
+        """`seed`: of the run, for stochastic rounding."""
         self.config, self.stage, self.ranks = config, stage, ranks
+        self._seed = seed
         self.bf16_weights = weights_in_bf16(config.weights, compute_dtype is torch.bfloat16)
-        self.traffic = Traffic()
+        self.traffic = SentBytes()
         self.attachment: Attachment | None = None
         """Our reductions, where DeepSpeed's are replaced."""
         self._rounded: set[int] = set()  # groups whose weights travel in BF16
+
+    @property
+    def remembers(self) -> bool:
+        """Whether codes depend on what was sent before. A resumed run then repeats the messages of one that was not
+        interrupted only if both cut them alike, in the order of parameters rather than in that of their arrival.
+        """
+        return self.attachment is not None and (self.config.error_feedback or self.config.stochastic_rounding)
 
     def attach(self, engine: Any, shards: Shards, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
         """Put our gradient reductions and our gathering of weights in place of those of DeepSpeed's `engine`."""
@@ -48,6 +61,7 @@ class Wire:
             self.attachment = Attachment(
                 engine, self.stage, ranks.rank, ranks.world, reducer, exact, traffic=self.traffic
             )
+            self._remember(self.attachment, shards, parameters, device)
             self.attachment.attach()
         coded = {name: p for name, p in parameters.items() if not used_in_fp32(name, p)}
         if self.stage in (1, 2) and self.bf16_weights:
@@ -61,6 +75,45 @@ class Wire:
             if self.bf16_weights:
                 gather_parameters_in_bf16(list(coded.values()))
             count_gathers(partition_parameters, self._count_weights)
+
+    def _remember(
+        self, attachment: Attachment, shards: Shards, parameters: Mapping[str, nn.Parameter], device: torch.device
+    ) -> None:
+        """What coding remembers between steps, where asked for."""
+        if self.config.stochastic_rounding:
+            attachment.clock = Clock(self._seed)
+        if self.config.error_feedback:
+            if two_levels(self.ranks.world, self.ranks.local_world):
+                raise ConfigError(
+                    f"comm.error_feedback=true with nodes of {self.ranks.local_world} ranks: what leaves a node is "
+                    "its sum, not a rank's own gradient; comm.error_feedback=false would work"
+                )
+            attachment.names = {id(p): name for name, p in parameters.items()}
+            shapes = {n: shards.parts[n].shape for n, p in parameters.items() if id(p) not in attachment.exact}
+            residuals = Residuals(shapes, self.ranks.rank, self.ranks.world, device)
+            bucket = int(attachment.engine.zero_reduce_bucket_size())
+            attachment.keep_residuals(residuals, list(parameters.values()), bucket)
+
+    def state(self) -> dict[str, Tensor]:
+        """What coding remembers, whole, on rank 0; empty elsewhere, and where it remembers nothing."""
+        if self.attachment is None:
+            return {}
+        whole = self.attachment.residuals.state() if self.attachment.residuals is not None else {}
+        if self.attachment.clock is not None and self.ranks.first:
+            whole["reductions"] = torch.tensor(self.attachment.clock.count)
+        return whole
+
+    def load(self, whole: Mapping[str, Tensor]) -> None:
+        """Take back what `state` returned, on any number of ranks; only rank 0 needs to have it."""
+        known: dict[str, list[int]] = self.ranks.share({key: list(t.shape) for key, t in whole.items()})
+        residuals = self.attachment.residuals if self.attachment is not None else None
+        clock = self.attachment.clock if self.attachment is not None else None
+        if residuals is not None:
+            residuals.load(whole, known)
+        elif any(key.startswith("sent.") for key in known):
+            logger.warning("what error feedback has kept is dropped: this run goes on without it")
+        if clock is not None and "reductions" in known:
+            clock.count = self.ranks.share(int(whole["reductions"]) if self.ranks.first else 0)
 
     def _greatest(self, numbers: list[float]) -> list[float]:
         """The largest over the ranks of each number."""

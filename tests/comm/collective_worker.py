@@ -23,7 +23,7 @@ REDUCTIONS = [
     ("squinch", "squinch", 3000, 1 << 20, "float32", "normal", None),
     ("sq48", "sq48", 2500, 1000, "float32", "rows", None),
     ("sq48_fast", "sq48_fast", 1111, 700, "float32", "wide", 1.0),
-    ("sq96", "sq96", 2000, 1 << 20, "float32", "normal", 0.25),
+    ("a quarter", "sq48", 2000, 1 << 20, "float32", "normal", 0.25),
     ("one value", "squinch", 1, 64, "float32", "normal", None),
     ("empty shares", "sq48", 130, 1 << 20, "float32", "normal", None),
     ("bf16 input", "sq48", 1500, 600, "bfloat16", "normal", None),
@@ -86,17 +86,34 @@ def extras(rank: int) -> dict[str, np.ndarray]:
     """Error feedback over steps, stochastic rounding, several reductions in flight beside other traffic."""
     found = {}
     two_hop = TwoHop(dist.new_group(), make_codec("int4"), 3000, timeout=60)
-    feedback = two_hop.feedback(5000, torch.device("cpu"))
+    sent = torch.zeros(5000)
+    feedback = two_hop.feedback(sent)
     for step in range(3):
         x = inputs("normal", 5000, 10 * step + rank)
         two_hop.all_reduce_(x, feedback=feedback).wait()
         found[f"feedback {step}"] = x.numpy()
-    found["sent"], found["owned"] = (t.numpy() for t in feedback.state_tensors().values())
+    found["sent"], found["owned"] = sent.numpy(), feedback.spread().numpy()
+    again = two_hop.feedback(sent.clone())
+    again.take(feedback.spread())
+    assert torch.equal(again.spread(), feedback.spread())
+
+    sizes = [0, *[1700] * (dist.get_world_size() - 1)]
+    residual = torch.zeros(sum(sizes))
+    for step in range(3):
+        x, out = inputs("normal", sum(sizes), 10 * step + rank), torch.empty(sizes[rank])
+        two_hop.reduce_scatter(x, out, sizes=sizes, residual=residual).wait()
+        found[f"scatter feedback {step}"] = out.numpy()
+    found["scatter residual"] = residual.numpy()
+    two_hop.close()
 
     two_hop = TwoHop(dist.new_group(), make_codec("sq48"), 1000, timeout=60)
     x = inputs("normal", 2000, rank)
     two_hop.all_reduce_(x, noise=Noise((5, 1))).wait()
     found["noise"] = x.numpy()
+    world = dist.get_world_size()
+    x, out = inputs("normal", 900 * world, rank), torch.empty(900)
+    two_hop.reduce_scatter(x, out, noise=Noise((5, 2))).wait()
+    found["scatter noise"] = out.numpy()
 
     tensors = [inputs("normal", 4000 + k, rank) for k in range(4)]
     works = [two_hop.all_reduce_(t) for t in tensors]

@@ -20,13 +20,12 @@ class Spec:
     levels: int
     steps: int
     cubed: bool
-    """Levels grow like q**1.5 (sq48, sq96) rather than q**2."""
+    """Levels grow like q**1.5 (sq48) rather than q**2."""
 
 
 SPECS = {
     "squinch": Spec(1, 8, 15, 4050, False),
     "sq48": Spec(2, 8, 15, 2074, True),
-    "sq96": Spec(3, 16, 22, 1006, True),
 }
 
 
@@ -114,20 +113,12 @@ class Oracle:
         return out + bytes(scales) + self.pack(codes)
 
     def is_finite(self, row: np.ndarray) -> bool:
-        """sq48 and sq96 end at 2**127.875."""
+        """sq48 ends at 2**127.875."""
         return bool(np.isfinite(row).all() and (self.name == "squinch" or np.abs(row).max() <= eighth_scale(1023)))
 
     def pack(self, codes: list[tuple[list[int], list[int]]]) -> bytes:
-        if self.name != "sq96":
-            signs = bytes(sum(s << j for j, s in enumerate(negative)) for _, negative in codes)
-            return signs + bytes(q[2 * k] + 16 * q[2 * k + 1] for q, _ in codes for k in range(4))
-        low, high = b"", b""
-        for q, negative in codes:
-            signed = [(-v if s else v) + 22 for v, s in zip(q, negative, strict=True)]
-            pairs = [45 * signed[2 * k] + signed[2 * k + 1] for k in range(8)]
-            low += bytes(p % 256 for p in pairs)
-            high += sum((p // 256) << (3 * k) for k, p in enumerate(pairs)).to_bytes(3, "little")
-        return low + high
+        signs = bytes(sum(s << j for j, s in enumerate(negative)) for _, negative in codes)
+        return signs + bytes(q[2 * k] + 16 * q[2 * k + 1] for q, _ in codes for k in range(4))
 
     def squinch_block(self, row: np.ndarray, m: F32) -> tuple[int, list[int]]:
         if m == 0:
@@ -182,14 +173,9 @@ class Oracle:
         return out[:n]
 
     def unpack(self, planes: bytes, b: int, blocks: int) -> tuple[list[int], list[int]]:
-        if self.name != "sq96":
-            codes = planes[blocks + 4 * b : blocks + 4 * b + 4]
-            q = [v for c in codes for v in (c % 16, c // 16)]
-            return q, [(planes[b] >> j) & 1 for j in range(8)]
-        high = int.from_bytes(planes[8 * blocks + 3 * b : 8 * blocks + 3 * b + 3], "little")
-        pairs = [planes[8 * b + k] + 256 * ((high >> (3 * k)) % 8) for k in range(8)]
-        signed = [v - 22 for p in pairs for v in divmod(p, 45)]
-        return [abs(v) for v in signed], [int(v < 0) for v in signed]
+        codes = planes[blocks + 4 * b : blocks + 4 * b + 4]
+        q = [v for c in codes for v in (c % 16, c // 16)]
+        return q, [(planes[b] >> j) & 1 for j in range(8)]
 
     def value(self, q: int, negative: int, scale: int, exponents: bytes, b: int) -> F32:
         spec = self.spec

@@ -269,15 +269,40 @@ def test_error_feedback(ranks: Results) -> None:
     )
     got = sum(ranks[0][key].astype(np.float64) for key in steps)
     left = np.mean([rank["sent"].astype(np.float64) for rank in ranks], axis=0)
-    owned = []
-    offset = 0
-    for a, b in pieces(5000, 3000):
-        per = share(b - a, world, 2048)
-        owned.append(np.concatenate([rank["owned"][offset : offset + per] for rank in ranks])[: b - a])
-        offset += per
-    assert np.abs(got + left + np.concatenate(owned) - exact).max() < 1e-5
+    owned = np.sum([rank["owned"].astype(np.float64) for rank in ranks], axis=0)  # each number has one owner
+    assert all(((rank["owned"] != 0).sum() <= 2 * 2048) for rank in ranks)
+    assert np.abs(got + left + owned - exact).max() < 1e-5
     without = np.abs(got - exact).max()
     assert without > 0.01
+
+
+def test_error_feedback_of_a_reduce_scatter(ranks: Results) -> None:
+    """The same for sums that their owners keep: only what was sent can get lost."""
+    world = len(ranks)
+    if world == 1:
+        pytest.skip("one rank exchanges nothing")
+    total = 1700 * (world - 1)
+    steps = [np.mean([inputs("normal", total, 10 * k + r).double().numpy() for r in range(world)], 0) for k in range(3)]
+    got = sum(np.concatenate([rank[f"scatter feedback {k}"] for rank in ranks]).astype(np.float64) for k in range(3))
+    left = np.mean([rank["scatter residual"].astype(np.float64) for rank in ranks], axis=0)
+    assert np.abs(got + left - sum(steps)).max() < 1e-5
+    assert np.abs(got - sum(steps)).max() > 0.01
+
+
+def test_stochastic_rounding_of_a_reduce_scatter(ranks: Results) -> None:
+    """Each message has noise of its own: piece, sender, receiver."""
+    world = len(ranks)
+    if world == 1:
+        pytest.skip("one rank exchanges nothing")
+    codec = make_codec("sq48")
+    xs = [inputs("normal", 900 * world, r) for r in range(world)]
+    for r, rank in enumerate(ranks):
+        pieces_of = scatter_pieces([900] * world, 1000, codec.align)
+        for k, ranges in enumerate(pieces_of):
+            a, b = ranges[r]
+            sent = [codec.encode(x[a:b], Noise((5, 2, k, s, r))) for s, x in enumerate(xs)]
+            expected = codec.sum_decode(torch.stack(sent), b - a, 1 / world).numpy()
+            assert same(rank["scatter noise"][a - 900 * r : b - 900 * r], expected)
 
 
 def test_ranks_that_differ_are_named(ranks: Results) -> None:
@@ -314,7 +339,7 @@ def test_two_gpus(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_the_simulation_on_a_gpu_is_the_one_on_the_cpu() -> None:
     xs = [inputs("rows", 20_000, r) for r in range(4)]
-    for name in ("squinch", "sq48", "sq96", "int8"):
+    for name in ("squinch", "sq48", "int8"):
         for node_size in (1, 2):
             expected = simulate(xs, make_codec(name), 7000, node_size=node_size)
             out = simulate([x.cuda() for x in xs], make_codec(name), 7000, node_size=node_size)
@@ -355,7 +380,7 @@ def test_two_hops_lose_what_two_roundings_lose() -> None:
     torch.manual_seed(1)
     xs = [torch.randn(1 << 15) for _ in range(8)]
     exact = torch.stack(xs).double().mean(0)
-    for name, one in (("squinch", 26.4), ("sq48", 28.7), ("sq96", 30.8)):
+    for name, one in (("squinch", 26.4), ("sq48", 28.7)):
         error = simulate(xs, make_codec(name)).double() - exact
         snr = float(10 * torch.log10(exact.square().sum() / error.square().sum()))
         assert one - 3.5 < snr < one, (name, snr)

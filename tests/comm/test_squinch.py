@@ -10,7 +10,7 @@ import pytest
 import torch
 from squinch_oracle import Oracle, snr_db
 
-from lowbit.comm.grid import SHRINK, SQ48, SQ96, SQUINCH, Grid, squinch_maximum, squinch_thresholds
+from lowbit.comm.grid import SHRINK, SQ48, SQUINCH, Grid, squinch_maximum, squinch_thresholds
 from lowbit.comm.message import layout
 from lowbit.comm.noise import Noise
 from lowbit.comm.squinch import ReferenceSquinch
@@ -21,13 +21,11 @@ CODECS = {
     "squinch": ReferenceSquinch(SQUINCH),
     "sq48": ReferenceSquinch(SQ48),
     "sq48_fast": ReferenceSquinch(SQ48, search=False),
-    "sq96": ReferenceSquinch(SQ96),
 }
 ORACLES = {
     "squinch": Oracle("squinch"),
     "sq48": Oracle("sq48"),
     "sq48_fast": Oracle("sq48", search=False),
-    "sq96": Oracle("sq96"),
 }
 NAMES = list(CODECS)
 
@@ -99,10 +97,10 @@ def test_every_length(name: str) -> None:
 
 
 def test_bits_a_value() -> None:
-    """48 bits for 8 values, 96 for 16; a header of 16 bytes and an exponent byte for 4096 values on top."""
+    """48 bits for 8 values; a header of 16 bytes and an exponent byte for 4096 values on top."""
     n = 1 << 20
     assert CODECS["squinch"].nbytes(n) == n * 6 // 8 + 16
-    assert CODECS["sq48"].nbytes(n) == CODECS["sq96"].nbytes(n) == n * 6 // 8 + 16 + n // 4096
+    assert CODECS["sq48"].nbytes(n) == n * 6 // 8 + 16 + n // 4096
 
 
 PUBLISHED = [
@@ -112,8 +110,6 @@ PUBLISHED = [
     ("sq48", "laplace", 28.45),
     ("sq48_fast", "gauss", 28.4),
     ("sq48_fast", "laplace", 28.2),
-    ("sq96", "gauss", 30.8),
-    ("sq96", "laplace", 30.3),
 ]
 
 
@@ -185,7 +181,7 @@ def test_published_maximum() -> None:
         assert squinch_maximum(code) > threshold
 
 
-@pytest.mark.parametrize("grid", [SQUINCH, SQ48, SQ96], ids=lambda g: g.name)
+@pytest.mark.parametrize("grid", [SQUINCH, SQ48], ids=lambda g: g.name)
 def test_no_step_lies_near_a_boundary(grid: Grid) -> None:
     """What lets approximate roots of a device find exact levels: 8e-4 of a level at least."""
     for shrink in (1.0, SHRINK) if grid is not SQUINCH else (1.0,):
@@ -203,7 +199,7 @@ def test_search_takes_the_better_scale() -> None:
     assert (errors["sq48"] <= errors["sq48_fast"] * 1.02 + 1e-6).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("name", ["squinch", "sq48", "sq96"])
+@pytest.mark.parametrize("name", ["squinch", "sq48"])
 def test_stochastic_rounding_keeps_the_mean(name: str) -> None:
     """The mean of many draws comes as near as its own spread allows; without noise it does not."""
     codec = CODECS[name]

@@ -16,7 +16,6 @@ def main() -> None:
         "squinch": Oracle("squinch"),
         "sq48": Oracle("sq48"),
         "sq48_fast": Oracle("sq48", search=False),
-        "sq96": Oracle("sq96"),
     }
     golden = {
         name: [{"values": x.tobytes().hex(), "message": oracle.encode(x).hex()} for x in (normal, special, mixed)]

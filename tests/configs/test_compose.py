@@ -78,7 +78,7 @@ def test_groups_are_those_the_design_names() -> None:
         "optim": {"adamw", "muon"},
         "precision": {"auto", "fp32", "nvfp4_leg", *PRESETS},
         "engine": {"local", "deepspeed"},
-        "comm": {"none", "auto", "bf16", "squinch", "sq48"},
+        "comm": {"none", "auto", "bf16", "squinch", "sq48", "sq48_fast"},
     }
 
 

@@ -20,6 +20,7 @@ EXACT_BELOW = 100
 """Of the tiny model: its vectors (224 numbers), and nothing else."""
 VECTORS = 224
 MATRICES = 15_360 + 2 * 10_240
+MATRICES_COUNT = 2 + 2 * 7
 
 LIMITS = {"none": 1e-6, "bf16": 0.006, "squinch": 0.08, "sq48": 0.065}
 """Largest relative error of a matrix's gradient: FP32's order of summation; 8 bits; 26 and 28 dB a hop, two hops."""
@@ -94,6 +95,10 @@ def test_training_in_few_bits(backend: str, tmp_path: Path) -> None:
             ("auto", 1, "bf16"),
         )
     ]
+    cases += [
+        {"name": f"noise{stage}", "comm": "sq48", "stage": stage, "stochastic": True, "exact_below": EXACT_BELOW}
+        for stage in (0, 1, 3)
+    ]
     folder = run_cases(2, cases, tmp_path, backend)
     rows, _ = worker.local({}, "cuda" if backend == "nccl" else "cpu")
     for case in cases:
@@ -104,3 +109,29 @@ def test_training_in_few_bits(backend: str, tmp_path: Path) -> None:
             assert len(set(found["weights"])) == 1, f"{case['name']}: replicas differ"
     weights = json.loads((folder / "squinch2.json").read_text())["traffic"]["comm/weight_bytes"]
     assert weights == pytest.approx(3 * (2 * MATRICES + 4 * VECTORS) / 2, rel=0.01)  # three steps, half of it to send
+
+
+def test_error_feedback_loses_nothing(tmp_path: Path) -> None:
+    """Reduced gradients of three steps and what is left over are the exact sums, at every stage.
+
+    Also from what two ranks had left over at one stage to three ranks, and to another stage.
+    """
+    common = {"kind": "conserve", "exact_below": EXACT_BELOW, "feedback": True, "bucket_mib": 1}
+    left = {stage: str(tmp_path / "two" / f"sq48-{stage}.safetensors") for stage in range(4)}
+
+    def moved(begun: int, stage: int, comm: str) -> dict[str, Any]:
+        return common | {"name": f"{begun}-to-{stage}", "comm": comm, "stage": stage, "load": left[begun]}
+
+    cases = [common | {"name": f"sq48-{stage}", "comm": "sq48", "stage": stage} for stage in range(4)]
+    cases.append(moved(0, 1, "sq48_fast"))
+    folder = run_cases(2, cases, tmp_path / "two")
+    places = [(folder, case) for case in cases]
+    more = [moved(0, 2, "squinch"), moved(3, 0, "sq48")]
+    folder = run_cases(3, more, tmp_path / "three")
+    places += [(folder, case) for case in more]
+    for where, case in places:
+        found = json.loads((where / f"{case['name']}.json").read_text())
+        assert len(found["rows"]) == MATRICES_COUNT
+        assert any(key.startswith("owned.") for key in found["keys"]) == (case["stage"] == 0)
+        for parameter, (without, with_rest) in found["rows"].items():
+            assert with_rest < 3e-6 < 1e-3 < without, (case["name"], parameter, without, with_rest)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import ranks
 import tiny_runs
 import torch
+from safetensors.torch import load_file
 
 from lowbit.configs.schema import CommConfig, CommKind, OptimizerKind, RunConfig
 from lowbit.configs.stored import save_config
@@ -25,16 +27,20 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
 
 def run_jobs(
-    world: int, planned: list[tuple[RunConfig, Path, dict[str, Any]]], folder: Path, backend: str = "gloo"
+    world: int,
+    planned: list[tuple[RunConfig, Path, dict[str, Any]]],
+    folder: Path,
+    backend: str = "gloo",
+    nodes: int = 1,
 ) -> list[ranks.Ended]:
-    """Run configurations one after the other on `world` ranks."""
+    """Run configurations one after the other on `world` ranks, as if they were on so many machines."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for index, (config, run_dir, more) in enumerate(planned):
         save_config(config, folder / f"{index}.yaml")
         entries.append({"config": str(folder / f"{index}.yaml"), "run_dir": str(run_dir), **more})
     (folder / "jobs.json").write_text(json.dumps(entries))
-    return ranks.run(world, [str(JOBS), str(folder), backend], folder)
+    return ranks.run(world, [str(JOBS), str(folder), backend], folder, node_size=world // nodes)
 
 
 def outcomes(ended: ranks.Ended) -> list[dict[str, Any]]:
@@ -103,6 +109,39 @@ def test_a_run_goes_on_with_other_ranks_stages_and_engines(tmp_path: Path, backe
         for row, wanted in zip(tiny_runs.rows(tmp_path / name), tail, strict=True):
             assert row["step"] == wanted["step"] and row["tokens"] == wanted["tokens"]
             assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+VARIANTS: list[tuple[int, dict[str, Any]]] = [
+    (0, {"error_feedback": True}),
+    (2, {"stochastic_rounding": True}),
+    (3, {"error_feedback": True}),
+]
+
+
+def test_what_codes_remember_is_in_checkpoints(tmp_path: Path) -> None:
+    """From step 2 on a run with error feedback, and one with stochastic rounding, go on bit for bit.
+
+    Also without what was left over, which a run in one process has no use for; several say which nodes cannot have it.
+    """
+    planned = []
+    for stage, options in VARIANTS:
+        comm = CommConfig(kind=CommKind.sq48, exact_below=100, **options)
+        config = replace(jobs.tiny(tmp_path, steps=4, zero_stage=stage), comm=comm)
+        begun = tmp_path / f"whole{stage}"
+        resumed = replace(config, resume=str(begun / "checkpoints" / "step_00000002"))
+        planned += [(config, begun, {}), (resumed, tmp_path / f"resumed{stage}", {})]
+    fine(run_jobs(2, planned, tmp_path / "jobs"))
+    for stage, key in ((0, "owned.blocks.0.mlp.up.weight"), (2, "reductions"), (3, "sent.blocks.1.mlp.up.weight")):
+        last = [tmp_path / f"{name}{stage}" / "checkpoints" / "step_00000004" for name in ("whole", "resumed")]
+        for part in ("model", "optimizer", "exchange"):
+            left, right = (load_file(folder / f"{part}.safetensors") for folder in last)
+            assert left.keys() == right.keys()
+            assert all(torch.equal(tensor, right[name]) for name, tensor in left.items()), (stage, part)
+        assert left[key].any()
+    alone = replace(jobs.local(planned[1][0]), comm=CommConfig())
+    assert pretrain(alone, tmp_path / "alone").step == 4
+    [[error], *_] = [outcomes(e) for e in run_jobs(4, [(planned[0][0], tmp_path / "n", {})], tmp_path / "n4", nodes=2)]
+    assert error["error"] == "ConfigError" and "comm.error_feedback=true with nodes of 2 ranks" in error["message"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -219,6 +258,44 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
         assert e.code == 2 and e.err.count("\n") == 1, e.err
         assert "batch.sequences=8 batch.micro_batch=8: 2 processes cannot share a step" in e.err
     assert not (tmp_path / "runs" / "uneven").exists()
+
+
+def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
+    """`engine.processes=2`: a run, each job of a sweep, a failure in a rank, and an end by a signal."""
+    tiny_runs.make_corpus(tmp_path / "corpus")
+    settings = ["data=files", "data.sources.files.path=corpus", "data.tokenizer.kind=bytes", "data.sequence_length=32"]
+    settings += ["preset=quick", "model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=1"]
+    settings += ["model.mlp_width=48", "device=cpu", "max_steps=2", "data.held_out=0.1", "evaluation.sample_tokens=0"]
+    settings += ["evaluation.final_tokens=256", "engine=deepspeed", "engine.processes=2", "batch.micro_batch=2"]
+    command = [sys.executable, "-m", "lowbit", "pretrain", *settings]
+    clean = {k: v for k, v in os.environ.items() if k not in ranks.VARIABLES} | {"OMP_NUM_THREADS": "1"}
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *more], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=600)
+
+    swept = run("seed=1,2", "hydra.sweep.dir=swept", "-m")
+    assert swept.returncode == 0, swept.stderr[-3000:]
+    for job in ("0", "1"):
+        assert tiny_runs.rows(tmp_path / "swept" / job)[-1]["step"] == 2
+        assert "2 ranks" in (tmp_path / "swept" / job / "run.log").read_text()
+    first, second = (tiny_runs.rows(tmp_path / "swept" / job)[0]["loss"] for job in "01")
+    assert first != second and "seed" in swept.stdout
+    uneven = run("batch.micro_batch=8", "run_name=uneven")
+    assert uneven.returncode == 2 and "2 processes cannot share a step" in uneven.stderr
+    assert not (tmp_path / "runs").exists()
+    failed = run("optim.lr=1e30", "max_steps=5", "run_name=failed")
+    assert failed.returncode == 1 and "the run on 2 ranks failed" in failed.stderr
+    ended = subprocess.Popen(
+        [*command, "max_steps=100000", "run_name=long"], cwd=tmp_path, env=clean, stdout=subprocess.PIPE, text=True
+    )
+    assert ended.stdout is not None
+    for line in ended.stdout:
+        if "step 20" in line:
+            ended.send_signal(signal.SIGTERM)
+            break
+    ended.stdout.read()
+    assert ended.wait(280) == 130
+    assert list((tmp_path / "runs" / "long" / "checkpoints").glob("step_*"))
 
 
 @pytest.mark.exhaustive

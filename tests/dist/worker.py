@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lowbit.configs.schema import (
     BatchConfig,
@@ -64,6 +64,8 @@ def config_of(case: dict[str, Any]) -> RunConfig:
             kind=CommKind(case.get("comm", "none")),
             weights=WeightsDtype(case.get("weights", "auto")),
             exact_below=case.get("exact_below", 65_536),
+            error_feedback=case.get("feedback", False),
+            stochastic_rounding=case.get("stochastic", False),
         ),
         optim=OptimConfig(kind=OptimizerKind(case.get("optimizer", "adamw"))),
     )
@@ -193,6 +195,49 @@ def compare_gradients(case: dict[str, Any], folder: Path, ranks: Ranks, device: 
     engine.close()
 
 
+def conserve(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.device) -> None:
+    """Error feedback over some steps that change nothing: sums of reduced gradients, what is left, the exact sums.
+
+    Exact ones are those of a copy of the model. `load`: a file with what was left over before, on other ranks.
+    """
+    from lowbit.trainer.deepspeed_engine import DeepSpeedEngine
+
+    config = config_of(case)
+    engine, copy = DeepSpeedEngine(build(config, device), config, ranks, device), build(config, device)
+    before = load_file(case["load"]) if "load" in case and ranks.first else {}
+    engine.load_exchange(before)
+    share = MICRO_BATCHES // ranks.world
+    got = {name: torch.zeros_like(part).view(-1) for name, part in engine.weights().items()}
+    for step in range(3):
+        for index in range(share):
+            batch = micro_batch(step, ranks.rank * share + index).to(device)
+            engine.micro_step(NextToken(1e-4), batch, 0.01, index == share - 1)
+            (NextToken(1e-4)(copy, batch).loss_sum * 0.01).backward()  # type: ignore[no-untyped-call]
+        engine.gradient_norm()
+        for name, part in engine.gradient_parts().items():
+            got[name] += part.view(-1)
+        engine.step(0.0, 1.0)
+    exact = {n: torch.stack(gather(p.grad, ranks)).double().sum(0).cpu() for n, p in copy.named_parameters()}
+    parts = {name: part.view_as(engine.weights()[name]) for name, part in got.items()}
+    reduced, left = engine.collect(parts), engine.exchange_tensors()
+    if ranks.first:
+        rows = {}
+        for name in [key.removeprefix("sent.") for key in left if key.startswith("sent.")]:
+            missing = exact[name] + total_left(before, name) - reduced[name].cpu()
+            size = float(exact[name].abs().max())
+            after = float((missing - total_left(left, name)).abs().max())
+            rows[name] = [float(missing.abs().max()) / size, after / size]
+        (folder / f"{case['name']}.json").write_text(json.dumps({"rows": rows, "keys": sorted(left)}))
+        save_file(left, folder / f"{case['name']}.safetensors")
+    engine.close()
+
+
+def total_left(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """What all ranks have left over of one parameter's gradients."""
+    sent, owned = state.get(f"sent.{name}"), state.get(f"owned.{name}", torch.zeros(()))
+    return torch.zeros(()).double() if sent is None else sent.double().sum(0) + owned.double()
+
+
 def gather(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
     """Every rank's tensor."""
     if ranks.world == 1:
@@ -218,7 +263,7 @@ def main() -> None:
     device = "cuda" if backend == "nccl" else "cpu"
     with open_ranks(config_of({"device": device})) as (ranks, place):
         for case in cases:
-            work = compare_gradients if case.get("kind") == "gradients" else run_case
+            work = {"gradients": compare_gradients, "conserve": conserve}.get(case.get("kind", ""), run_case)
             work(case | {"device": device}, folder, ranks, place)
 
 

@@ -12,7 +12,6 @@ from lowbit.comm.grid import (
     HALF_EIGHTHS,
     SHRINK,
     SQ48,
-    SQ96,
     SQUINCH,
     TILE,
     Grid,
@@ -31,7 +30,6 @@ def _constants(grid: Grid) -> dict[str, object]:
     inverse = 1 / grid.power
     return {
         "PUBLISHED": grid is SQUINCH,
-        "PAIRED": grid is SQ96,
         "BLOCK": grid.block,
         "LEVELS": grid.levels,
         "STEPS": grid.steps,
@@ -82,7 +80,7 @@ class TritonCoder:
             )  # fmt: skip
 
     def _reading(self) -> dict[str, object]:
-        return {key: self.constants[key] for key in ("PUBLISHED", "PAIRED", "BLOCK", "LEVELS")}
+        return {key: self.constants[key] for key in ("PUBLISHED", "BLOCK", "LEVELS")}
 
     def sum(self, rows: Tensor, n: int, factor: float, out: Tensor, encode: bool) -> None:
         """rows uint8 [ranks, nbytes(n)] -> their sum times factor: FP32 [n], or a message, uint8 [nbytes(n)]."""

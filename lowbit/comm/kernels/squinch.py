@@ -127,16 +127,6 @@ def _nibbles(x, q, first: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pairs(x, q, carries, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values and levels [blocks, 8] -> pair codes [blocks, 4]."""
-    level = q.to(tl.int32, bitcast=True) - ROUND_BITS
-    signed = tl.where(x.to(tl.int32, bitcast=True) < 0, -level, level)
-    signed = tl.where(carries[:, None], signed, 0) + LEVELS
-    even, odd = tl.split(tl.reshape(signed, (signed.shape[0], 4, 2)))
-    return even * (2 * LEVELS + 1) + odd
-
-
-@triton.jit
 def _larger(a, b):  # type: ignore[no-untyped-def]
     """The larger of two, NaN if one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -153,7 +143,7 @@ def _largest(x, ON_GPU: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
     x0, x1, out, n, tile, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
-    PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    PUBLISHED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
     STEPS: tl.constexpr, INVERSE: tl.constexpr, OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr,
     SHRINK: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
@@ -184,22 +174,12 @@ def _write(  # type: ignore[no-untyped-def]
     inside = block < blocks
     code = tl.where(carries, code, tl.where(finite, 0, 255))
     tl.store(out + scales_at + block, code.to(tl.uint8), inside)
-    if PAIRED:
-        pairs0, pairs1 = _pairs(x0, q0, carries, LEVELS), _pairs(x1, q1, carries, LEVELS)
-        k = tl.arange(0, 4)[None, :]
-        low = out + first_at + block[:, None] * 8 + k
-        tl.store(low, pairs0.to(tl.uint8), inside[:, None])
-        tl.store(low + 4, pairs1.to(tl.uint8), inside[:, None])
-        high = tl.sum(((pairs0 >> 8) << (3 * k)) | ((pairs1 >> 8) << (3 * k + 12)), axis=1)
-        for b in tl.static_range(3):
-            tl.store(out + second_at + block * 3 + b, (high >> (8 * b)).to(tl.uint8), inside)
-    else:
-        word0, signs0 = _nibbles(x0, q0, 0)
-        word1, signs1 = _nibbles(x1, q1, 4)
-        signs = tl.where(carries, signs0 | signs1, 0)
-        word = tl.where(carries, word0 | (word1 << 16), 0)
-        tl.store(out + first_at + block, signs.to(tl.uint8), inside)
-        tl.store((out + second_at).to(tl.pointer_type(tl.int32)) + block, word, inside)
+    word0, signs0 = _nibbles(x0, q0, 0)
+    word1, signs1 = _nibbles(x1, q1, 4)
+    signs = tl.where(carries, signs0 | signs1, 0)
+    word = tl.where(carries, word0 | (word1 << 16), 0)
+    tl.store(out + first_at + block, signs.to(tl.uint8), inside)
+    tl.store((out + second_at).to(tl.pointer_type(tl.int32)) + block, word, inside)
     if not PUBLISHED:
         tl.store(out + 16 + tile, tl.cast(exponent, tl.uint8))
         if tile == tiles - 1:  # unused exponents are zero
@@ -226,19 +206,9 @@ def _value(q, sign, unit, floats, PUBLISHED: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
-def _unpair(low, high, unit, floats, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Low bytes [blocks, 4], twelve high bits [blocks] -> FP32 [blocks, 8]."""
-    pair = low.to(tl.int32) | (((high[:, None] >> (3 * tl.arange(0, 4))[None, :]) & 7) << 8)
-    even = pair // (2 * LEVELS + 1)
-    odd = pair - even * (2 * LEVELS + 1)
-    signed = tl.reshape(tl.join(even, odd), (low.shape[0], 8)) - LEVELS
-    return _value(tl.minimum(tl.abs(signed), LEVELS), signed & SIGN, unit, floats, False)
-
-
-@triton.jit
 def _read(  # type: ignore[no-untyped-def]
     message, tile, blocks, scales_at, first_at, second_at, floats, integers,
-    PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    PUBLISHED: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """A tile's part of the message -> both halves of its blocks, FP32 [blocks of a tile, block / 2]."""
     COUNT: tl.constexpr = SIZE // BLOCK
@@ -253,26 +223,18 @@ def _read(  # type: ignore[no-untyped-def]
         bits = _eighths_to_bits(eighth, integers)
         bits = tl.where(code == 0, 0, tl.where(code == 255, QUIET_NAN, bits))
         unit = bits.to(tl.float32, bitcast=True)
-    if PAIRED:
-        high = tl.load(message + second_at + block * 3, inside, 0).to(tl.int32)
-        high |= tl.load(message + second_at + block * 3 + 1, inside, 0).to(tl.int32) << 8
-        high |= tl.load(message + second_at + block * 3 + 2, inside, 0).to(tl.int32) << 16
-        low = message + first_at + block[:, None] * 8 + tl.arange(0, 4)[None, :]
-        x0 = _unpair(tl.load(low, inside[:, None], 0), high, unit, floats, LEVELS)
-        x1 = _unpair(tl.load(low + 4, inside[:, None], 0), high >> 12, unit, floats, LEVELS)
-    else:
-        j = tl.arange(0, 4)[None, :]
-        word = tl.load((message + second_at).to(tl.pointer_type(tl.int32)) + block, inside, 0)[:, None]
-        signs = tl.load(message + first_at + block, inside, 0).to(tl.int32)[:, None]
-        x0 = _value((word >> (4 * j)) & 15, (signs << (31 - j)) & SIGN, unit, floats, PUBLISHED)
-        x1 = _value((word >> (4 * j + 16)) & 15, (signs << (27 - j)) & SIGN, unit, floats, PUBLISHED)
+    j = tl.arange(0, 4)[None, :]
+    word = tl.load((message + second_at).to(tl.pointer_type(tl.int32)) + block, inside, 0)[:, None]
+    signs = tl.load(message + first_at + block, inside, 0).to(tl.int32)[:, None]
+    x0 = _value((word >> (4 * j)) & 15, (signs << (31 - j)) & SIGN, unit, floats, PUBLISHED)
+    x1 = _value((word >> (4 * j + 16)) & 15, (signs << (27 - j)) & SIGN, unit, floats, PUBLISHED)
     return x0, x1
 
 
 @triton.jit
 def encode_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, n, per_row, row_bytes, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
-    PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    PUBLISHED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
     STEPS: tl.constexpr, INVERSE: tl.constexpr, OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr,
     SHRINK: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
@@ -289,7 +251,7 @@ def encode_kernel(  # type: ignore[no-untyped-def]
         x1 = tl.load(x_ptr + begin + HALF + within, within + HALF < left, 0.0).to(tl.float32)
     _write(
         x0, x1, out_ptr + row * row_bytes, per_row, tile, tiles, blocks, scales_at, first_at, second_at, header, floats,
-        integers, PUBLISHED, PAIRED, SEARCH, BLOCK, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE,
+        integers, PUBLISHED, SEARCH, BLOCK, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE,
     )  # fmt: skip
 
 
@@ -310,12 +272,12 @@ def _store(x0, x1, out, left, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
 @triton.jit
 def decode_kernel(  # type: ignore[no-untyped-def]
     message_ptr, out_ptr, n, per_row, row_bytes, blocks, scales_at, first_at, second_at, floats, integers,
-    PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    PUBLISHED: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     tile, row = tl.program_id(0), tl.cast(tl.program_id(1), tl.int64)
     x0, x1 = _read(
         message_ptr + row * row_bytes, tile, blocks, scales_at, first_at, second_at, floats, integers,
-        PUBLISHED, PAIRED, BLOCK, LEVELS,
+        PUBLISHED, BLOCK, LEVELS,
     )  # fmt: skip
     begin = row * per_row + tl.cast(tile, tl.int64) * SIZE
     left = tl.minimum(per_row - tl.cast(tile, tl.int64) * SIZE, tl.cast(n, tl.int64) - begin)
@@ -326,18 +288,16 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 def sum_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, out_ptr, n, factor, row_bytes, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
     RANKS: tl.constexpr, ENCODE: tl.constexpr, SCALED: tl.constexpr,
-    PUBLISHED: tl.constexpr, PAIRED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    PUBLISHED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
     STEPS: tl.constexpr, INVERSE: tl.constexpr, OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr,
     SHRINK: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    x0, x1 = _read(
-        rows_ptr, tile, blocks, scales_at, first_at, second_at, floats, integers, PUBLISHED, PAIRED, BLOCK, LEVELS
-    )
+    x0, x1 = _read(rows_ptr, tile, blocks, scales_at, first_at, second_at, floats, integers, PUBLISHED, BLOCK, LEVELS)
     for r in range(1, RANKS):
         y0, y1 = _read(
             rows_ptr + tl.cast(r, tl.int64) * row_bytes, tile, blocks, scales_at, first_at, second_at, floats, integers,
-            PUBLISHED, PAIRED, BLOCK, LEVELS,
+            PUBLISHED, BLOCK, LEVELS,
         )  # fmt: skip
         x0, x1 = x0 + y0, x1 + y1
     if SCALED:
@@ -345,7 +305,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     if ENCODE:
         _write(
             x0, x1, out_ptr, n, tile, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
-            PUBLISHED, PAIRED, SEARCH, BLOCK, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE,
+            PUBLISHED, SEARCH, BLOCK, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE,
         )  # fmt: skip
     else:
         begin = tl.cast(tile, tl.int64) * SIZE
