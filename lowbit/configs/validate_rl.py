@@ -68,6 +68,7 @@ def validate_rl(config: RlConfig) -> None:
         raise refuse(config, "data.tokenizer.kind", why=why, works=works)
     validate(_as_pretraining(config))
     check_ranges(config, RANGES)
+    _run(config)
     _sampling(config)
     _context(config)
     _task(config)
@@ -104,6 +105,14 @@ def _sampling(config: RlConfig) -> None:
     if r.staleness and config.deterministic:
         why = "when the newest weights reach a sampler that draws ahead depends on the clock"
         raise refuse(config, "rollout.staleness", "deterministic", why=why, works="rollout.staleness=0 would work")
+
+
+def _run(config: RlConfig) -> None:
+    if config.precision.switch:
+        why = "the sampler and the trainer keep their precision"
+        raise refuse(config, "precision.switch", why=why, works="precision.switch=[] would work")
+    if config.batch.warmup:
+        raise refuse(config, "batch.warmup", why="a step takes whole rollouts", works="batch.warmup=[] would work")
 
 
 def _context(config: RlConfig) -> None:

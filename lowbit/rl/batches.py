@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowbit.configs.schema_rl import AlgorithmConfig, Overlong, RlTeacherConfig
@@ -108,40 +111,48 @@ def training_batch(
         counts: of each conversation. weights: what a counting token of each weighs. begun: version of the trainer's
             weights when training on these conversations began; those of older ones are compared with their sampler.
     """
-    index, q, advantage, weight, segment, p, reference, stale = [], [], [], [], [], [], [], []
     length = packed.batch.tokens.shape[1]
-    for number, place in enumerate(packed.places):
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in ("index", "q", "advantage", "p", "reference")}
+    sizes, stale = [], []
+    for place in packed.places:
         c, count = conversations[place.item], counts[place.item]
-        base = place.row * length + place.start + c.prompt - 1
-        old = is_stale(c, begun)
-        for n, i in enumerate(c.drawn):
-            if not count.mask[n]:
-                continue
-            index.append(base + i)
-            q.append(c.logprobs[i])
-            advantage.append(count.advantage[n])
-            weight.append(weights[place.item])
-            segment.append(number)
-            stale.append(old)
-            if c.proximal is not None:
-                p.append(c.proximal[n])
-            if c.reference is not None:
-                reference.append(c.reference[n])
-    places = torch.tensor(index, dtype=torch.int64)
+        used = np.asarray(count.mask, dtype=bool)
+        drawn = np.asarray(c.drawn, dtype=np.int64)[used]
+        parts["index"].append(drawn + (place.row * length + place.start + c.prompt - 1))
+        parts["q"].append(np.asarray(c.logprobs, dtype=np.float32)[drawn])
+        parts["advantage"].append(np.asarray(count.advantage, dtype=np.float32)[used])
+        if c.proximal is not None:
+            parts["p"].append(np.asarray(c.proximal, dtype=np.float32)[used])
+        if c.reference is not None:
+            parts["reference"].append(np.asarray(c.reference, dtype=np.float32)[used])
+        sizes.append(len(drawn))
+        stale.append(is_stale(c, begun))
+
+    def joined(name: str) -> Tensor | None:
+        if not parts[name]:
+            return None
+        return torch.from_numpy(np.concatenate(parts[name]))
+
+    repeats = torch.tensor(sizes, dtype=torch.int64)
+    none = torch.zeros(0)
+    index = joined("index")
+    places = torch.zeros(0, dtype=torch.int64) if index is None else index
     flat = torch.zeros(packed.batch.tokens.numel())
     flat[places] = 1.0
-    drawn = Tokens(
-        torch.tensor(q, dtype=torch.float32),
-        torch.tensor(advantage, dtype=torch.float32),
-        torch.tensor(weight, dtype=torch.float32),
-        torch.tensor(segment, dtype=torch.int64),
-        len(packed.places),
-        torch.tensor(p, dtype=torch.float32) if p or not index else None,
-        torch.tensor(reference, dtype=torch.float32) if reference or not index else None,
-        torch.tensor(stale, dtype=torch.bool) if any(stale) else None,
+    weight = torch.tensor([weights[place.item] for place in packed.places], dtype=torch.float32)
+    q, advantage = joined("q"), joined("advantage")
+    tokens = Tokens(
+        none if q is None else q,
+        none if advantage is None else advantage,
+        weight.repeat_interleave(repeats),
+        torch.arange(len(sizes)).repeat_interleave(repeats),
+        len(sizes),
+        joined("p") if packed.places else none,
+        joined("reference") if packed.places else none,
+        torch.tensor(stale, dtype=torch.bool).repeat_interleave(repeats) if any(stale) else None,
     )
     batch = with_weights(packed.batch, flat.view_as(packed.batch.tokens))
-    return RlBatch(**vars(batch), index=places, drawn=drawn)
+    return RlBatch(**vars(batch), index=places, drawn=tokens)
 
 
 def weigh(

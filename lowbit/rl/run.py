@@ -32,7 +32,7 @@ from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
-from lowbit.quant.stages import resolve
+from lowbit.quant.stages import Stage, resolve
 from lowbit.rl.loader import RolloutLoader
 from lowbit.rl.objective import PolicyGradient
 from lowbit.rl.precision import trainer_precision
@@ -259,6 +259,12 @@ class Reinforcement(TaskRun):
         )
         loader.set_problems(self.task.size(Split.train))
         return loader
+
+    def _introduce(self, peak: float | None) -> None:
+        super()._introduce(peak)
+        stage = resolve(self.rl.precision).phases(Stage.sampler)[0]
+        if stage.quantised:
+            logger.info("sampler: fprop %s", stage.default.fprop.summary)
 
     def _make_producer(self) -> Producer:
         rollout = self.rl.rollout

@@ -129,6 +129,8 @@ REFUSED = [
     (["data.sources.mine.path=x"], "there are no documents here"),
     (["data.tokenizer.kind=bpe"], "no text to train a tokenizer on"),
     (["algorithm.band_low=1", "algorithm.band_high=1", "algorithm.correction=icepop"], "low must be below high"),
+    (["precision=nvfp4_leg"], "the sampler and the trainer keep their precision"),
+    (["batch.warmup=[{until_tokens: 100, sequences: 64}]"], "a step takes whole rollouts"),
     (["algorithm=reinforce", "algorithm.dual_clip=3"], "this loss clips no ratio"),
     (["algorithm.reference=runs"], "nothing would read the reference"),
     (["algorithm.kl=0.1", "algorithm.reference=nope"], "algorithm.reference=nope: no such folder"),
