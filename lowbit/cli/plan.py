@@ -75,6 +75,7 @@ def describe(config: "RunConfig", made: "Plan", vocab_size: int, device: str) ->
         "rounded weights": memory.rounded_weights,
         f"activations (recompute {config.engine.recompute})": memory.activations,
         "LM head's chunk": memory.head_chunk,
+        **({"OsciReset's windows": memory.windows} if memory.windows else {}),
         "total": memory.total,
     }
     lines += [f"  {name:<34}{size / GIB:10.3f} GiB" for name, size in parts.items()]

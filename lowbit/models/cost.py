@@ -10,6 +10,7 @@ masked half, and recomputation, do more work; they get no credit for it. Norms, 
 counted.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -146,6 +147,20 @@ def kv_cache_bytes_per_token(config: ModelConfig, number_bytes: int = 2) -> int:
 
 
 @dataclass(frozen=True)
+class LowBit:
+    """What low-bit layers change in the memory of training (`quant.memory`)."""
+
+    dropped: int = 0
+    """Numbers a token that linear layers no longer keep in the compute type."""
+    packed: float = 0.0
+    """Bytes a token that they keep instead."""
+    weights: int = 0
+    """Weights of which the backward pass keeps no rounded copy."""
+    windows: int = 0
+    """Bytes of OsciReset's windows."""
+
+
+@dataclass(frozen=True)
 class TrainingMemory:
     """Bytes on one device, by what they hold."""
 
@@ -161,6 +176,8 @@ class TrainingMemory:
     """What the blocks keep for the backward pass, and one block's worth of working space."""
     head_chunk: int
     """LM head: a chunk's logits, the gradient of the whole weight and of the hidden states."""
+    windows: int = 0
+    """What OsciReset remembers of weights while a window is open."""
 
     @property
     def total(self) -> int:
@@ -175,11 +192,13 @@ def training_memory(
     compute_bytes: int,
     recompute: Recompute,
     optimizer: OptimizerKind,
+    low: LowBit = LowBit(),
 ) -> TrainingMemory:
     """Estimate of the peak memory of training on one device, without fragmentation and the libraries' own (about 1 GB).
 
     Args:
         micro_batch: sequences at once. sequence_length: tokens each. compute_bytes: 2 for BF16, 4 for FP32.
+        low: of low-bit layers; what is recomputed keeps no packed inputs either.
     """
     parts = parameter_parts(config, vocab_size)
     tokens = micro_batch * sequence_length
@@ -192,6 +211,8 @@ def training_memory(
     }[recompute]
     working = most if recompute is Recompute.none else 2 * most  # one block recomputed, and its gradients
     activations = tokens * (kept + working + config.width) * compute_bytes
+    if recompute is Recompute.none:
+        activations += math.ceil(tokens * low.packed) - tokens * low.dropped * compute_bytes
     if recompute is not Recompute.full:
         activations += tokens * config.layers * config.heads * 4  # the softmax statistics of attention, FP32
     table = parts.head or parts.embedding
@@ -199,13 +220,15 @@ def training_memory(
     moments = 2 * parts.total
     if optimizer is OptimizerKind.muon:
         moments -= parts.hidden_matrices
+    rounded = parts.hidden_matrices + parts.experts + table - low.weights
     return TrainingMemory(
         parameters=4 * parts.total,
         gradients=4 * parts.total,
         optimizer=4 * moments,
-        rounded_weights=0 if compute_bytes == 4 else compute_bytes * (parts.hidden_matrices + parts.experts + table),
+        rounded_weights=0 if compute_bytes == 4 else compute_bytes * rounded,
         activations=activations,
         head_chunk=2 * logits * compute_bytes + 4 * table + 2 * tokens * config.width * compute_bytes,
+        windows=low.windows,
     )
 
 
@@ -241,11 +264,13 @@ def largest_micro_batch(
     compute_bytes: int,
     recompute: Recompute,
     optimizer: OptimizerKind,
+    low: LowBit = LowBit(),
 ) -> int:
     """Most sequences a micro-batch may have so that `training_memory` stays within `free_bytes`; 0: not even one."""
 
     def fits(micro_batch: int) -> bool:
-        memory = training_memory(config, vocab_size, micro_batch, sequence_length, compute_bytes, recompute, optimizer)
+        shape = (config, vocab_size, micro_batch, sequence_length)
+        memory = training_memory(*shape, compute_bytes, recompute, optimizer, low)
         return memory.total <= free_bytes
 
     return _largest(fits)

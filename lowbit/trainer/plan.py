@@ -1,14 +1,17 @@
 """What a run will take, computed from its configuration alone: size, work, memory, length.
 
-Pure arithmetic over `models.cost`; nothing is loaded or built, so an 8-billion-parameter run can be planned on a
-laptop. Memory is an estimate of the peak on one device: `RESERVE` stands for what PyTorch and the driver hold
-themselves, and fragmentation takes a share more.
+Pure arithmetic over `models.cost`; nothing is loaded, and the model exists without memory at most, so that an
+8-billion-parameter run can be planned on a laptop. Memory is an estimate of the peak on one device: `RESERVE` stands
+for what PyTorch and the driver hold themselves, and fragmentation takes a share more.
 """
 
 from dataclasses import dataclass
 
+import torch
+
 from lowbit.configs.schema import Recompute, RunConfig
 from lowbit.models.cost import (
+    LowBit,
     ParameterCount,
     TrainingMemory,
     flops_per_token,
@@ -17,6 +20,10 @@ from lowbit.models.cost import (
     parameter_parts,
     training_memory,
 )
+from lowbit.models.transformer import Transformer
+from lowbit.quant.apply import assign, candidates
+from lowbit.quant.memory import low_bit_memory
+from lowbit.quant.stages import resolve
 from lowbit.trainer.zero_plan import zero_memory
 
 RESERVE = 1_000_000_000
@@ -45,7 +52,7 @@ class Plan:
     """Of the full batch, after any batch warm-up."""
     length: Length
     memory: TrainingMemory
-    """Bytes on one device at the configured micro-batch."""
+    """Bytes on one device at the configured micro-batch, in whichever of the run's precisions takes most."""
     usable_bytes: int | None
     """What of the device's memory training can use; None when no memory was given."""
     largest_micro_batch: dict[str, int]
@@ -77,13 +84,21 @@ def plan(
     shape = (config.model, vocab_size)
     parts = parameter_parts(*shape)
     usable = None if memory_bytes is None else max(0, int(memory_bytes * (1 - FRAGMENTATION)) - RESERVE)
-    alone = training_memory(
-        *shape, config.batch.micro_batch, length, compute_bytes, config.engine.recompute, config.optim.kind
+    rest = (length, compute_bytes)
+    low = low_bit_phases(config)
+    alone = max(
+        (
+            training_memory(*shape, config.batch.micro_batch, *rest, config.engine.recompute, config.optim.kind, phase)
+            for phase in low
+        ),
+        key=lambda memory: memory.total,
     )
     memory = zero_memory(config, parts, alone, ranks)
     shared = alone.total - memory.total  # what other ranks keep
     fitting = {
-        kind.value: largest_micro_batch(usable + shared, *shape, length, compute_bytes, kind, config.optim.kind)
+        kind.value: min(
+            largest_micro_batch(usable + shared, *shape, *rest, kind, config.optim.kind, phase) for phase in low
+        )
         for kind in (Recompute if usable is not None else ())
         if usable is not None
     }
@@ -96,6 +111,20 @@ def plan(
         usable_bytes=usable,
         largest_micro_batch=fitting,
         kv_cache_bytes_per_token=kv_cache_bytes_per_token(config.model, compute_bytes),
+    )
+
+
+def low_bit_phases(config: RunConfig) -> list[LowBit]:
+    """What low-bit layers change in memory, in each precision that the run's switches can come to."""
+    policy = resolve(config.precision)
+    phases = policy.phases()
+    if not any(phase.quantised for phase in phases):
+        return [LowBit()]
+    with torch.device("meta"):
+        layers = candidates(Transformer(config.model, 1))
+    stabilisers = config.precision.stabilisers
+    return list(
+        dict.fromkeys(low_bit_memory(config.model, layers, assign(phase, layers), stabilisers) for phase in phases)
     )
 
 

@@ -41,7 +41,9 @@ def zero_memory(config: RunConfig, parts: ParameterCount, memory: TrainingMemory
     if stage == 3:
         block = (parts.total - parts.embedding - parts.head) // config.model.layers
         weights = 2 * share + 4 * (parts.embedding + parts.head + block)
-    return replace(memory, parameters=weights, gradients=held + share + bucket, optimizer=-(-memory.optimizer // ranks))
+    optimizer, windows = (-(-part // ranks) for part in (memory.optimizer, memory.windows))
+    held += share + bucket
+    return replace(memory, parameters=weights, gradients=held, optimizer=optimizer, windows=windows)
 
 
 def wire(config: RunConfig, compute_bytes: int, ranks: int) -> Traffic | None:
