@@ -31,6 +31,8 @@ from lowbit.quant.spec import Outer, QuantSpec, Scale
 logger = logging.getLogger("lowbit")
 
 MOST_ROWS = 128
+WIDTH = 1024
+"""Of the check's product: wide enough to be split."""
 MULTIPLE = 128
 """Of in_features: what the kernel reads at once."""
 
@@ -136,7 +138,7 @@ def wrong(spec: QuantSpec, device: torch.device) -> str | None:
     One product of random numbers, and one with the identity, which shows every code and scale as it was unpacked.
     """
     generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(192, 256, generator=generator) * torch.logspace(-3, 3, 192)[:, None]
+    weight = torch.randn(192, WIDTH, generator=generator) * torch.logspace(-3, 3, 192)[:, None]
     packed = quantise(weight, spec).pack()
     dense = quantise(weight, spec).operand().float()
     after = quantise(weight, spec).after()
@@ -144,7 +146,7 @@ def wrong(spec: QuantSpec, device: torch.device) -> str | None:
     sent = [None if t is None else t.to(device) for t in (packed.data.view(torch.uint8), scales, after)]
     why = None
     try:
-        for x in (torch.eye(256)[:128], torch.randn(5, 256, generator=generator)):
+        for x in (torch.eye(WIDTH)[:128], torch.randn(5, WIDTH, generator=generator)):
             given = x.to(device, torch.bfloat16)
             assert sent[0] is not None
             got = product(given, sent[0], sent[1], sent[2], spec).float().cpu()

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.infer.kernels.attention import Memory, put_codes
-from lowbit.infer.kernels.packed import _sum_kernel
 
 
 @triton.jit
@@ -125,10 +124,18 @@ def turn_and_store(
     return out
 
 
+@triton.jit
+def _scaled_kernel(y, after, out, SIZE, N, EACH: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    inside = at < SIZE
+    scale = tl.load(after + at % N, mask=inside, other=0.0) if EACH else tl.load(after)
+    number = tl.load(y + at, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + at, number.to(out.dtype.element_ty), mask=inside)
+
+
 def scaled(y: Tensor, after: Tensor) -> Tensor:
     """y [rows, columns] contiguous times FP32 [1, 1] or [columns, 1], in its type."""
     out = torch.empty_like(y)
-    kind = 1 if after.numel() == 1 else 2
     grid = (triton.cdiv(y.numel(), 1024),)
-    _sum_kernel[grid](y, after, out, y.numel(), y.shape[1], 1, AFTER=kind, STEP=1024)
+    _scaled_kernel[grid](y, after, out, y.numel(), y.shape[1], EACH=after.numel() > 1, STEP=1024)
     return out

@@ -16,10 +16,11 @@ Two numbers of a register go through each instruction, in inline assembly (`prmt
 multiplies pairs of BF16, subnormals included). The same in plain Triton is for its interpreter.
 
 The two numbers in a byte of 4-bit codes belong to neighbouring columns, so x is split in even and odd columns and
-multiplied twice. A tile is BN rows of W; since there are fewer tiles than processors where N is small, K is split too,
-and a second kernel adds the parts in order.
+multiplied twice. A tile is BN rows of W; since there are fewer tiles than processors where N is small, K is split too:
+the program that finishes a tile's last part adds all of them, in their order, so that the sum is the same every time.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 E2M1_BITS, E4M3_BITS = 4, 8
 PROCESSORS = 132
 """Of an H100 or H200."""
+MOST_TILES = 1 << 14
 STEP = 128
 """Numbers of a row that are read at once."""
 
@@ -118,8 +120,9 @@ def _scale(code, E8M0: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _product_kernel(  # type: ignore[no-untyped-def]
-    x, data, scales, partial, M, N, K, x_row, part,
+    x, data, scales, after, y, partial, counters, M, N, K, x_row, part,
     BITS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
+    AFTER: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN).to(tl.int64)
     m = tl.arange(0, BM)
@@ -161,23 +164,30 @@ def _product_kernel(  # type: ignore[no-untyped-def]
                 spread = tl.broadcast_to(scale[:, :, None], (BN, BK // BLOCK, BLOCK))
                 number = number * tl.reshape(spread, (BN, BK))
             out = tl.dot(rows, tl.trans(number), out, input_precision="ieee")
-    place = partial + (tl.program_id(1).to(tl.int64) * M + m[:, None]) * N + n[None, :]
-    tl.store(place, out, mask=(m[:, None] < M) & (n[None, :] < N))
-
-
-@triton.jit
-def _sum_kernel(partial, after, y, SIZE, N, PARTS, AFTER: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The parts added in order, times the scale of the tensor (AFTER 1) or of each row of W (2)."""
-    at = tl.program_id(0) * STEP + tl.arange(0, STEP)
-    inside = at < SIZE
-    total = tl.zeros((STEP,), tl.float32)
-    for part in range(0, PARTS):
-        total += tl.load(partial + part * SIZE + at, mask=inside, other=0.0)
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    if PARTS > 1:
+        size = tl.cast(M, tl.int64) * N
+        tl.store(partial + tl.program_id(1) * size + at, out, mask=inside)
+        tl.debug_barrier()  # all of this program's numbers are there before it is counted
+        arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        if arrived < PARTS - 1:
+            return
+        tl.store(counters + tl.program_id(0), 0)
+        out = tl.zeros((BM, BN), tl.float32)
+        for i in range(PARTS):
+            out += tl.load(partial + i * size + at, mask=inside, other=0.0, cache_modifier=".cg")
     if AFTER == 1:
-        total = total * tl.load(after)
+        out = out * tl.load(after)
     if AFTER == 2:
-        total = total * tl.load(after + at % N, mask=inside, other=0.0)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
+        out = out * tl.load(after + n, mask=n < N, other=0.0)[None, :]
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """How many parts of each tile have come; each product leaves zeros. Products of one stream at a time."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def packed_product(
@@ -199,16 +209,13 @@ def packed_product(
     parts = max(1, min(shape.programs * PROCESSORS // tiles, width // STEP // 2))
     part = triton.cdiv(width // STEP, parts) * STEP
     parts = triton.cdiv(width, part)
-    partial = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
+    partial = torch.empty(parts if parts > 1 else 0, rows, columns, dtype=torch.float32, device=x.device)
     y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     _product_kernel[(tiles, parts)](
-        x, data, data if scales is None else scales, partial, rows, columns, width, x.stride(0), part,
+        x, data, data if scales is None else scales, data if after is None else after, y, partial,
+        _counters(x.device), rows, columns, width, x.stride(0), part,
         BITS=bits, BLOCK=block, BM=padded, BN=shape.tile, BK=STEP, ASM=asm,
+        AFTER=0 if after is None else 1 if after.numel() == 1 else 2, PARTS=parts,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    kind = 0 if after is None else 1 if after.numel() == 1 else 2
-    size = rows * columns
-    _sum_kernel[(triton.cdiv(size, 1024),)](
-        partial, partial if after is None else after, y, size, columns, parts, AFTER=kind, STEP=1024
-    )
     return y
