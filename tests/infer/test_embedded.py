@@ -18,7 +18,7 @@ PROMPTS = [[5, 9, 1, 33, 2], [7], list(range(11, 22)), [59, 0], [5, 9, 1, 33, 2,
 SAMPLINGS = [SamplingConfig(0.0), SamplingConfig(), SamplingConfig(0.7, top_k=5), SamplingConfig(1.3, top_p=0.8)]
 
 
-def _requests(samples: int = 3, new: int = 20) -> list[Request]:
+def _requests(samples: int = 2, new: int = 18) -> list[Request]:
     return [Request(tuple(p), 100 + i, new - i, samples, i) for i, p in enumerate(PROMPTS)]
 
 
@@ -153,7 +153,7 @@ def test_frequencies_are_those_of_the_exact_distribution() -> None:
 
 def test_stops() -> None:
     """Several stop ids, each of which ends a row and is part of it; one-token completions; a stop as first token."""
-    model, requests = model_of(), _requests(new=25)
+    model, requests = model_of(), _requests(samples=3, new=25)
     free = EmbeddedSampler(model, None).sample(requests, SamplingConfig(), seed=1)
     stops = {free[2][0].tokens[6], free[0][1].tokens[0], free[1][2].tokens[3]}
     one, *others = stops

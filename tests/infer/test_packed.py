@@ -18,7 +18,7 @@ from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.presets import PRESETS
 from lowbit.quant.quantised import Packed, Quantised
-from lowbit.quant.spec import QuantSpec
+from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4_46, QuantSpec
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WEIGHT_ONLY = ["nvfp4_w4a16", "mxfp8_w8a16", "fp8_w8a16"]
@@ -82,6 +82,39 @@ def test_few_rows_go_to_the_kernel_and_many_to_the_copy(name: str, rows: int, mo
     for a, b in zip(ours, theirs, strict=True):
         assert a.shape == b.shape and a.dtype is b.dtype
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", [NVFP4_46, MXFP8, FP8_ROW], ids=lambda s: s.name)
+def test_a_kernel_that_is_wrong_or_fails_is_named_and_not_used(
+    spec: QuantSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpu = torch.device("cpu")
+
+    def right(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, spec: QuantSpec) -> Tensor:
+        rows, blocks = len(data), 1 if scales is None else scales.shape[1]
+        stored, outer = (scales, after) if scales is not None else (after, None)
+        assert stored is not None
+        values = Packed(data, stored, outer, (rows, x.shape[1]), spec, (rows, blocks), False).unpack().values()
+        y, scale = x.float() @ values.operand().float().t(), values.after()
+        return (y if scale is None else y * scale.t()).to(x.dtype)
+
+    def off(*arguments: Tensor) -> Tensor:
+        return 1.05 * right(*arguments)  # type: ignore[arg-type]
+
+    def failing(*arguments: Tensor) -> Tensor:
+        raise RuntimeError("no such instruction")
+
+    for product, text in (
+        (right, None),
+        (off, "computes something else"),
+        (failing, "RuntimeError: no such instruction"),
+    ):
+        monkeypatch.setattr(packed, "product", product)
+        packed.wrong.cache_clear()
+        caplog.clear()
+        why = packed.wrong(spec, cpu)
+        assert why is None if text is None else why is not None and text in why and spec.name in caplog.text
+    packed.wrong.cache_clear()
 
 
 @pytest.mark.slow
