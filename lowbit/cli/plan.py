@@ -4,19 +4,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowbit.cli.pretrain import Overrides
-from lowbit.cli.settings import read
+from lowbit.cli.settings import read, settings
 
 if TYPE_CHECKING:
     from lowbit.configs.schema import RunConfig
     from lowbit.models.cost import ParameterCount
+    from lowbit.trainer.network_plan import Network
     from lowbit.trainer.plan import Plan
 
 GIB = 2**30
 
+PlanOverrides = Annotated[
+    list[str] | None,
+    settings("Settings, such as preset=gpu model=30m; also network=25gbit nodes=16, to compare codes of gradients."),
+]
+
 
 def plan(
-    overrides: Overrides = None,
+    overrides: PlanOverrides = None,
     memory_gb: Annotated[
         float | None,
         typer.Option(
@@ -27,15 +32,18 @@ def plan(
         int, typer.Option(min=1, max=1_000_000, help="Processes, each with its own device; needs engine=deepspeed.")
     ] = 1,
 ) -> None:
-    """Print parameters, FLOPs a token, memory by part, the largest micro-batch that fits, the run's length, and what
-    each layer computes in."""
+    """Print parameters, FLOPs a token, memory by part, the largest micro-batch that fits, the run's length, what
+    each layer computes in, and what gradients cost on a network."""
     from lowbit.configs.validate import check_world
     from lowbit.trainer.hardware import pick_device
+    from lowbit.trainer.network_plan import ranks_on, take_network
     from lowbit.trainer.plan import plan as make_plan
     from lowbit.trainer.precision import plan_precision
     from lowbit.trainer.zero_plan import describe_wire
 
-    config = read(overrides)
+    network, rest = take_network(overrides or [])
+    config = read(rest)
+    ranks = ranks_on(network, ranks) if network is not None else ranks
     precision = plan_precision(config, None if memory_gb is not None else pick_device(config.device))
     device, memory_bytes, compute_bytes = _device(config, memory_gb)
     vocab_size = _vocab_size(config)
@@ -45,7 +53,32 @@ def plan(
     lines = describe(config, made, vocab_size, f"{device}, {memory_bytes / GIB:.1f} GiB, {dtype}")
     if ranks > 1:
         lines.append(describe_wire(config, compute_bytes, ranks))
+    if network is not None:
+        lines += _network(config, made, network, ranks, compute_bytes, planned_for_gpu=memory_gb is not None)
     print("\n".join([*lines, *precision]))
+
+
+def _network(
+    config: "RunConfig", made: "Plan", network: "Network", ranks: int, compute_bytes: int, planned_for_gpu: bool
+) -> list[str]:
+    """Lines about codes of gradients on a network."""
+    from lowbit.trainer.hardware import peak_flops, pick_device
+    from lowbit.trainer.network_plan import GPU_PEAK, UTILISATION, describe_network, plan_network
+
+    peak, on_gpu = GPU_PEAK, True
+    if not planned_for_gpu:
+        device = pick_device(config.device)
+        on_gpu, peak = device.type == "cuda", peak_flops(device) or 0.0
+    compared = plan_network(
+        config,
+        network,
+        made.parameters.total,
+        made.flops_per_token,
+        compute_bytes=compute_bytes,
+        on_gpu=on_gpu,
+        node_flops=ranks // network.nodes * UTILISATION * peak or None,
+    )
+    return describe_network(compared, made.parameters.total)
 
 
 def describe(config: "RunConfig", made: "Plan", vocab_size: int, device: str) -> list[str]:

@@ -68,8 +68,20 @@ CPU_CODINGS = (
     Coding("int8", 8.016, 2.5, 1.0),
     Coding("squinch", 6, 3.0, 1.5),
     Coding("sq48", 6.002, 4.0, 1.8),
+    Coding("sq48_fast", 6.002, 3.6, 1.8),
 )
 """Measured on one core with AVX2, one thread."""
+
+GPU_CODINGS = (
+    Coding("fp32", 32, two_hop=False),
+    Coding("bf16", 16, 0.0015, 0.0015, two_hop=False),
+    Coding("squinch", 6, 0.0025, 0.0024),
+    Coding("sq48", 6.002, 0.0026, 0.0025),
+    Coding("sq48_fast", 6.002, 0.0023, 0.0023),
+)
+"""Upper bounds from an H200: whole all-reduces of 200 million values between two GPUs on NVLink, wire and all, took
+1.70, 1.76 and 1.60 ms (docs/RESULTS.md), 1.5 encodings and 2 decodings of each value. A cast moves 6 bytes at 4 TB/s.
+"""
 
 
 @dataclass(frozen=True)
@@ -151,9 +163,12 @@ def step_seconds(flops: float, flops_per_second: float, communication: float, af
     return compute / 3 + max(compute * 2 / 3, communication) + after
 
 
-def hidden_from_tokens(bits: float, ranks: int, link: Link, flops_per_second: float) -> float:
-    """Tokens a rank and step from which an all-reduce of `bits` hides behind the backward pass (4 P T FLOPs)."""
-    return 2 * (ranks - 1) / ranks * bits / 8 / link.bytes_per_second * flops_per_second / 4
+def hidden_from_tokens(bits: float, ranks: int, link: Link, flops_per_second: float, hops: int = 2) -> float:
+    """Tokens a rank and step from which a reduction of `bits` hides behind the backward pass (4 P T FLOPs).
+
+    hops: 2 of an all-reduce, 1 of a reduce-scatter.
+    """
+    return hops * (ranks - 1) / ranks * bits / 8 / link.bytes_per_second * flops_per_second / 4
 
 
 @dataclass(frozen=True)
@@ -178,19 +193,24 @@ def compare(
     flops: float = 0.0,
     flops_per_second: float = math.inf,
 ) -> list[Comparison]:
-    """Every coding's bytes and predicted seconds, in the order given."""
+    """Every coding's bytes and predicted seconds, in the order given.
+
+    FP32 is DeepSpeed's own reduction, which all-reduces buckets at stages 1 and 2.
+    """
     rows = []
     for coding in codings:
-        reduce = reduction_seconds(parameters, ranks, coding, link, scatter=stage > 0)
+        buckets = coding.bits == 32
+        scatter = stage > 0 and not (buckets and stage < 3)
+        reduce = reduction_seconds(parameters, ranks, coding, link, scatter=scatter)
         gathers = {0: 0, 1: 1, 2: 1, 3: 2}[stage]
         gather = gathers * gather_seconds(parameters, ranks, weight_bytes, link)
         step = step_seconds(flops, flops_per_second, reduce, gather)
-        sent = traffic(stage, coding.bits, ranks, weight_bytes=weight_bytes)
+        sent = traffic(stage, coding.bits, ranks, weight_bytes=weight_bytes, all_reduce_buckets=buckets)
         rows.append(Comparison(coding, sent, reduce + gather, step))
     return rows
 
 
 def best(rows: list[Comparison]) -> Comparison:
-    """The row with the shortest step; the earlier one of two that differ by less than 3%."""
+    """The row with the shortest step; the earlier one of those that take at most 3% more."""
     shortest = min(row.step_seconds for row in rows)
     return next(row for row in rows if row.step_seconds <= 1.03 * shortest)

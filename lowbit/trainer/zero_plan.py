@@ -11,16 +11,19 @@ With P parameters on N ranks, bytes a parameter of a rank's memory (FP32 through
 
 "While micro-batches add up": a step of several micro-batches keeps their sum on the rank, in FP32, and reduces it once,
 during the last backward pass; a step of one reduces each gradient as it comes and keeps no more than a bucket or two.
+
+Error feedback keeps 4 bytes more, of what a rank's own rounding lost, and at stage 0 4/N of what that of sums lost.
+With it, or stochastic rounding, gradients travel after the backward pass, so that all of them are kept until then.
 """
 
 from dataclasses import replace
 
 from lowbit.comm.cost import Traffic, traffic, weights_in_bf16
-from lowbit.configs.schema import CommKind, EngineKind, RunConfig
+from lowbit.configs.schema import SIX_BITS, CommKind, EngineKind, RunConfig
 from lowbit.models.cost import ParameterCount, TrainingMemory
 
 MIB = 1 << 20
-GRADIENT_BITS = {CommKind.none: 32, CommKind.bf16: 16, CommKind.squinch: 6, CommKind.sq48: 6}
+GRADIENT_BITS = {CommKind.none: 32, CommKind.bf16: 16} | dict.fromkeys(SIX_BITS, 6)
 """On the wire; `auto` is bf16 or sq48."""
 
 
@@ -32,17 +35,21 @@ def micro_batches(config: RunConfig, ranks: int) -> int:
 def zero_memory(config: RunConfig, parts: ParameterCount, memory: TrainingMemory, ranks: int) -> TrainingMemory:
     """The memory of one of `ranks` ranks, given that of a single process."""
     stage = config.engine.zero_stage
-    if config.engine.kind is EngineKind.local or stage == 0:
+    if config.engine.kind is EngineKind.local:
         return memory
     whole, share = 4 * parts.total, 4 * -(-parts.total // ranks)
+    left = whole if config.comm.error_feedback and ranks > 1 else 0
+    if stage == 0:
+        return replace(memory, gradients=memory.gradients + left + (share if left else 0))
     bucket = 2 * min(whole, config.engine.bucket_mib * MIB)
-    held = whole if stage == 1 or micro_batches(config, ranks) > 1 else 0
+    remembers = config.comm.error_feedback or config.comm.stochastic_rounding
+    held = whole if stage == 1 or remembers or micro_batches(config, ranks) > 1 else 0
     weights = whole + share
     if stage == 3:
         block = (parts.total - parts.embedding - parts.head) // config.model.layers
         weights = 2 * share + 4 * (parts.embedding + parts.head + block)
     optimizer, windows = (-(-part // ranks) for part in (memory.optimizer, memory.windows))
-    held += share + bucket
+    held += share + bucket + left
     return replace(memory, parameters=weights, gradients=held, optimizer=optimizer, windows=windows)
 
 
