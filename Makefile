@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test setup setup-dev lint types unit exhaustive clean
+.PHONY: run test setup setup-dev lint types unit exhaustive golden clean
 
 run: setup
 	$(BIN)/lowbit pretrain preset=$$($(BIN)/lowbit doctor --preset) $(ARGS)
@@ -36,6 +36,13 @@ unit:
 
 exhaustive: setup-dev
 	$(BIN)/python -m pytest -n 2 -m exhaustive $(ARGS)
+
+# Golden values anew from the package of four over six's authors, which is built without its CUDA kernels and kept apart.
+golden: setup-dev
+	SKIP_CUDA_BUILD=1 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --upgrade \
+		--target build/golden fouroversix==1.0.5
+	PYTHONPATH=build/golden $(BIN)/python tests/quant/write_golden_four_over_six.py
+	git diff --exit-code --stat -- tests/quant/golden_four_over_six.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info

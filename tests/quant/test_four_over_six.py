@@ -28,15 +28,24 @@ def golden_input() -> torch.Tensor:
     return torch.tensor(numbers).reshape(32, 128).bfloat16()
 
 
+def golden(rule: str) -> torch.Tensor:
+    """Element x block scale, FP64 [32, 128]; `make golden` writes the file and checks it."""
+    file = Path(__file__).with_name("golden_four_over_six.json")
+    return torch.tensor(json.loads(file.read_text(encoding="utf-8"))[rule], dtype=torch.float64).reshape(32, 128)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.value)
 def test_the_authors_package_chooses_the_same(rule: Rounding) -> None:
-    golden = json.loads(Path(__file__).with_name("golden_four_over_six.json").read_text(encoding="utf-8"))
-    want = torch.tensor(golden[rule.value.rsplit("_", 1)[-1]], dtype=torch.float64).reshape(32, 128)
     v = quantise_values(golden_input(), replace(S.NVFP4_46, rounding=rule))
-    assert torch.equal((v.elements * v.scale).double().reshape(32, 128), want)
+    assert torch.equal((v.elements * v.scale).double().reshape(32, 128), golden(rule.value.rsplit("_", 1)[-1]))
     six = quantise_values(golden_input(), replace(S.NVFP4, bound=256.0))
     changed = (v.scale != six.scale).double().mean().item()
     assert 0.1 < changed < 0.9
+
+
+def test_the_authors_package_rounds_six_alone_to_the_same() -> None:
+    v = quantise_values(golden_input(), S.NVFP4)
+    assert torch.equal((v.elements * v.scale).double().reshape(32, 128), golden("static_6"))
 
 
 def brute_force(units: np.ndarray, amax: np.ndarray, rule: Rounding) -> tuple[np.ndarray, np.ndarray]:
