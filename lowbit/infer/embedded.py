@@ -21,7 +21,6 @@ run go on with the keys of their old tokens (as other asynchronous samplers do);
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import isnan
 from threading import Lock
 
@@ -40,7 +39,7 @@ from lowbit.infer.precision import shadow
 from lowbit.infer.reading import Reader
 from lowbit.infer.requests import Request, Sample, WeightsReport, check_requests
 from lowbit.infer.sampling import SamplingConfig
-from lowbit.infer.slots import Group, Noise, Row, Slots, groups_of
+from lowbit.infer.slots import Drawn, Group, Noise, Row, Slots, groups_of
 from lowbit.infer.weights import HeldWeights
 from lowbit.models.transformer import Transformer
 from lowbit.quant.stages import PrecisionPolicy
@@ -52,17 +51,6 @@ EVEN = 16
 they go through a matrix 4, 8 or 16 rows at a time, in another order."""
 CPU_PREFILL, GPU_PREFILL = 2048, 16384
 """Tokens that a prefill reads at once."""
-
-
-@dataclass
-class Drawn:
-    """Tokens on their way to the host."""
-
-    rows: list[Row]
-    values: Tensor
-    """FP64 [>= rows, 2]: token and logprob."""
-    ready: torch.cuda.Event | None
-    version: int
 
 
 class EmbeddedSampler:
@@ -117,7 +105,10 @@ class EmbeddedSampler:
             join(self.model, self.weights)
         self.version = 0
         self.codec = KvCodec.of(kv, self.model.compute_dtype)
-        self.block = block or (GPU_BLOCK if gpu else CPU_BLOCK)
+        self.block = block if block is not None else GPU_BLOCK if gpu else CPU_BLOCK
+        least = 16 if gpu else 1
+        if self.block < least or (gpu and self.block & (self.block - 1)):
+            raise ConfigError(f"block={self.block}: choose {'a power of two from 16 on' if gpu else 'at least 1'}")
         self.prefill_tokens = prefill_tokens or (GPU_PREFILL if gpu else CPU_PREFILL)
         self._graphs = graphs and gpu
         self._allocated: tuple[PagedCache, BlockPool, Slots, Steps, Reader] | None = None

@@ -78,6 +78,17 @@ class Group:
         return self.length + self.request.max_new_tokens
 
 
+@dataclass(eq=False)
+class Drawn:
+    """Tokens on their way to the host."""
+
+    rows: list[Row]
+    values: Tensor
+    """FP64 [>= rows, 2]: token and logprob."""
+    ready: torch.cuda.Event | None
+    version: int
+
+
 def groups_of(requests: Sequence[Request]) -> list[Group]:
     """The requests with a row for each sample."""
     groups = []

@@ -339,6 +339,8 @@ def test_mistakes() -> None:
         engine.sample([Request((1,), 0, 3)], plain, seed=-1)
     with pytest.raises(ConfigError, match="slots=0"):
         EmbeddedSampler(model_of(), None, slots=0)
+    with pytest.raises(ConfigError, match="block=0: choose at least 1"):
+        EmbeddedSampler(model_of(), None, block=0)
 
 
 def test_logits_that_are_not_finite_are_named() -> None:
