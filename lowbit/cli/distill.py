@@ -11,7 +11,6 @@ from lowbit.cli.complete import distill_candidates
 from lowbit.cli.generate import Device
 from lowbit.cli.pretrain import Shown
 from lowbit.cli.settings import TAKES_SETTINGS, settings
-from lowbit.cli.start import with_start
 
 if TYPE_CHECKING:
     from lowbit.cli.job import Task
@@ -111,7 +110,7 @@ def verify(
 def _do(work: _Work, overrides: list[str] | None, multirun: bool, cfg: Shown | None) -> None:
     from lowbit.cli import job
 
-    task, given = _task(work), with_start(overrides or [])
+    task, given = _task(work), overrides or []
     if cfg is not None:
         job.print_config(given, multirun=multirun, resolved=cfg is Shown.resolved, task=task)
     elif multirun:
@@ -135,4 +134,4 @@ def _task(work: _Work) -> "Task":
         _Work.cache: checks.validate_cache,
         _Work.train: checks.validate_train,
     }[work]
-    return Task(DISTILL, function, check, joined=work is not _Work.cache)
+    return Task(DISTILL, function, check, joined=work is not _Work.cache, words=("distill", work.name))

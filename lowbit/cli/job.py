@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowbit.cli import torchrun
+from lowbit.cli.start import with_start
 from lowbit.configs.compose import CONFIG_MODULE, compose_for, compose_tree, to_config
 from lowbit.configs.overrides import PRETRAIN, Command, expand_sweep, for_hydra, sweep_keys
 from lowbit.configs.schema import RunConfig
@@ -62,6 +64,8 @@ class Task:
     """Raises ConfigError for a configuration that cannot work."""
     joined: bool = True
     """Several processes of a launcher train together, which takes an engine for it."""
+    words: tuple[str, ...] = ("pretrain",)
+    """The command as it is typed."""
 
 
 PRETRAINING = Task()
@@ -75,19 +79,15 @@ def checked(overrides: Sequence[str], task: Task = PRETRAINING) -> RunConfig:
     task.check(config)
     check_precision(config)
     if task.joined:
-        check_world(config, _world())
+        check_world(config, torchrun.ranks_of(config))
     return config
-
-
-def _world() -> int:
-    """How many processes the launcher started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def print_config(overrides: Sequence[str], *, multirun: bool, resolved: bool, task: Task = PRETRAINING) -> None:
     """Print the configuration of the run, or of each job of a sweep as one YAML document."""
     from omegaconf import OmegaConf
 
+    overrides = with_start(overrides)
     documents = []
     for settings in expand_sweep(overrides, task.command) if multirun else [list(overrides)]:
         config = checked(settings, task)
@@ -95,9 +95,13 @@ def print_config(overrides: Sequence[str], *, multirun: bool, resolved: bool, ta
     print("---\n".join(documents), end="")
 
 
-def run_one(overrides: Sequence[str], task: Task = PRETRAINING) -> None:
-    """Do one job; whatever it raises is raised here."""
+def run_one(given: Sequence[str], task: Task = PRETRAINING) -> None:
+    """Do one job, with the settings as they were given; whatever it raises is raised here."""
+    overrides = with_start(given)
     config = checked(overrides, task)
+    if task.joined and torchrun.starts_ranks(config):
+        torchrun.run_ranks(config, task.words, given)
+        return
     if os.environ.get("RANK", "0") != "0":  # rank 0 has the run's folder, its log and Hydra
         task.work(config, Path())
         return
@@ -115,13 +119,17 @@ def run_one(overrides: Sequence[str], task: Task = PRETRAINING) -> None:
         raise failure[0]
 
 
-def run_sweep(overrides: Sequence[str], task: Task = PRETRAINING) -> None:
+def run_sweep(given: Sequence[str], task: Task = PRETRAINING) -> None:
     """Train every combination in turn; a failed job does not stop the others.
 
     Prints a table of the runs at the end. Raises LowbitError naming the failed jobs, if any; Interrupted at once.
     """
-    if _world() > 1:
-        raise ConfigError(f"-m with {_world()} processes: a sweep starts its runs from one; start torchrun once a run")
+    if torchrun.world() > 1:
+        raise ConfigError(
+            f"-m with {torchrun.world()} processes: a sweep starts its runs from one; leave torchrun out, and "
+            "engine.processes=N starts each run on N"
+        )
+    overrides, typed = with_start(given), expand_sweep(given, task.command)
     jobs = expand_sweep(overrides, task.command)
     swept = sweep_keys(overrides)
     for number, settings in enumerate(jobs):
@@ -134,7 +142,7 @@ def run_sweep(overrides: Sequence[str], task: Task = PRETRAINING) -> None:
     interrupted = False
     try:
         arguments = ["--multirun", *for_hydra(overrides), f"hydra.sweep.dir={quoted}"]
-        _under_hydra(lambda tree: _sweep_job(tree, swept, task), arguments, task)
+        _under_hydra(lambda tree: _sweep_job(tree, swept, task, typed), arguments, task)
     except Interrupted:
         interrupted = True
     outcomes = _outcomes(sweep_dir)
@@ -147,14 +155,19 @@ def run_sweep(overrides: Sequence[str], task: Task = PRETRAINING) -> None:
         raise LowbitError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}; see {sweep_dir}/*/run.log")
 
 
-def _work(tree: Any, task: Task) -> None:
-    """The job itself: from Hydra's configuration to a finished run."""
+def _work(tree: Any, task: Task, typed: Sequence[str] = ()) -> None:
+    """The job itself: from Hydra's configuration to a finished run. typed: its settings, should it start ranks."""
     from hydra.core.hydra_config import HydraConfig
 
-    task.work(to_config(task.command, tree), Path(HydraConfig.get().runtime.output_dir))
+    config, folder = to_config(task.command, tree), Path(HydraConfig.get().runtime.output_dir)
+    if task.joined and torchrun.starts_ranks(config):
+        quoted = "'" + str(folder).replace("'", "\\'") + "'"
+        torchrun.run_ranks(config, task.words, [*typed, f"hydra.run.dir={quoted}"])
+        return
+    task.work(config, folder)
 
 
-def _sweep_job(tree: Any, swept: Sequence[str], task: Task) -> None:
+def _sweep_job(tree: Any, swept: Sequence[str], task: Task, typed: Sequence[Sequence[str]]) -> None:
     """One job of a sweep: failures are printed and written down, interruption ends the sweep."""
     from hydra.core.hydra_config import HydraConfig
 
@@ -163,7 +176,7 @@ def _sweep_job(tree: Any, swept: Sequence[str], task: Task) -> None:
     settings = _only(hydra.overrides.task, swept)
     outcome = Outcome(hydra.job.num, settings)
     try:
-        _work(tree, task)
+        _work(tree, task, typed[hydra.job.num])
     except KeyboardInterrupt:
         outcome = Outcome(hydra.job.num, settings, EXIT_INTERRUPTED, "interrupted")
         raise

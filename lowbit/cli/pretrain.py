@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from lowbit.cli.settings import settings
-from lowbit.cli.start import with_start
 
 
 class Shown(StrEnum):
@@ -37,7 +36,7 @@ def pretrain(
     """
     from lowbit.cli import job
 
-    given = with_start(overrides or [])
+    given = overrides or []
     if cfg is not None:
         job.print_config(given, multirun=multirun, resolved=cfg is Shown.resolved)
     elif multirun:

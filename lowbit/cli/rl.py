@@ -8,7 +8,6 @@ import typer
 from lowbit.cli.complete import rl_candidates
 from lowbit.cli.pretrain import Shown
 from lowbit.cli.settings import settings
-from lowbit.cli.start import with_start
 
 if TYPE_CHECKING:
     from lowbit.cli.job import Task
@@ -36,7 +35,7 @@ def rl(
     """
     from lowbit.cli import job
 
-    task, given = _task(), with_start(overrides or [])
+    task, given = _task(), overrides or []
     if cfg is not None:
         job.print_config(given, multirun=multirun, resolved=cfg is Shown.resolved, task=task)
     elif multirun:
@@ -62,4 +61,4 @@ def _task() -> "Task":
         validate_rl(config)
         check_sampler(resolve(config.precision))
 
-    return Task(RL, work, check)
+    return Task(RL, work, check, words=("rl",))

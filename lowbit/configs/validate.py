@@ -78,6 +78,7 @@ RANGES: dict[str, Range] = {
     "precision.stabilisers.clamp.deviations": POSITIVE,
     "precision.statistics.every_steps": NATURAL,
     "precision.statistics.sequences": COUNT,
+    "engine.processes": COUNT,
     "engine.zero_stage": Range(0, 3),
     "engine.bucket_mib": COUNT,
     "engine.rank_timeout_seconds": Range(5),
@@ -179,6 +180,9 @@ def _engine(config: RunConfig) -> None:
         why = "one process has nobody to send gradients to"
         works = "engine=deepspeed, started with torchrun, or comm=none would work"
         raise refuse(config, "comm.kind", "engine.kind", why=why, works=works)
+    if config.engine.processes > 1 and config.engine.kind is EngineKind.local:
+        why, works = "it is one process", "engine=deepspeed would work"
+        raise refuse(config, "engine.processes", "engine.kind", why=why, works=works)
     for key in ("comm.error_feedback", "comm.stochastic_rounding"):
         if value_of(config, key) and config.comm.kind not in SIX_BITS:
             why = "only a 6-bit code that is chosen by name has it"

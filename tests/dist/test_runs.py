@@ -260,33 +260,49 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "uneven").exists()
 
 
-def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
-    """`engine.processes=2`: a run, each job of a sweep, a failure in a rank, and an end by a signal."""
+OWN_RANKS = [sys.executable, "-m", "lowbit", "pretrain", "preset=quick", "data=files", "data.sources.files.path=corpus"]
+OWN_RANKS += ["data.tokenizer.kind=bytes", "data.sequence_length=32", "data.held_out=0.1", "model.layers=1"]
+OWN_RANKS += ["model.width=32", "model.heads=2", "model.kv_heads=1", "model.mlp_width=48", "device=cpu", "max_steps=2"]
+OWN_RANKS += ["evaluation.sample_tokens=0", "evaluation.final_tokens=256", "batch.micro_batch=2"]
+OWN_RANKS += ["engine=deepspeed", "engine.processes=2"]
+
+
+def unlaunched() -> dict[str, str]:
+    """The environment of a terminal."""
+    return {k: v for k, v in os.environ.items() if k not in ranks.VARIABLES} | {"OMP_NUM_THREADS": "1"}
+
+
+def start_own_ranks(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [*OWN_RANKS, *more]
+    return subprocess.run(command, cwd=folder, env=unlaunched(), capture_output=True, text=True, timeout=280)
+
+
+def test_a_sweep_starts_ranks_for_each_job(tmp_path: Path) -> None:
+    """`engine.processes=2 -m`: a torchrun a job, each in its own folder; what two ranks cannot share is refused."""
     tiny_runs.make_corpus(tmp_path / "corpus")
-    settings = ["data=files", "data.sources.files.path=corpus", "data.tokenizer.kind=bytes", "data.sequence_length=32"]
-    settings += ["preset=quick", "model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=1"]
-    settings += ["model.mlp_width=48", "device=cpu", "max_steps=2", "data.held_out=0.1", "evaluation.sample_tokens=0"]
-    settings += ["evaluation.final_tokens=256", "engine=deepspeed", "engine.processes=2", "batch.micro_batch=2"]
-    command = [sys.executable, "-m", "lowbit", "pretrain", *settings]
-    clean = {k: v for k, v in os.environ.items() if k not in ranks.VARIABLES} | {"OMP_NUM_THREADS": "1"}
-
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *more], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=600)
-
-    swept = run("seed=1,2", "hydra.sweep.dir=swept", "-m")
+    swept = start_own_ranks(tmp_path, "seed=1,2", "hydra.sweep.dir=swept", "-m")
     assert swept.returncode == 0, swept.stderr[-3000:]
     for job in ("0", "1"):
         assert tiny_runs.rows(tmp_path / "swept" / job)[-1]["step"] == 2
         assert "2 ranks" in (tmp_path / "swept" / job / "run.log").read_text()
     first, second = (tiny_runs.rows(tmp_path / "swept" / job)[0]["loss"] for job in "01")
     assert first != second and "seed" in swept.stdout
-    uneven = run("batch.micro_batch=8", "run_name=uneven")
+    uneven = start_own_ranks(tmp_path, "batch.micro_batch=8", "run_name=uneven")
     assert uneven.returncode == 2 and "2 processes cannot share a step" in uneven.stderr
     assert not (tmp_path / "runs").exists()
-    failed = run("optim.lr=1e30", "max_steps=5", "run_name=failed")
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_were_started_fail_and_end_as_one(tmp_path: Path) -> None:
+    tiny_runs.make_corpus(tmp_path / "corpus")
+    failed = start_own_ranks(tmp_path, "optim.lr=1e30", "max_steps=5", "run_name=failed")
     assert failed.returncode == 1 and "the run on 2 ranks failed" in failed.stderr
     ended = subprocess.Popen(
-        [*command, "max_steps=100000", "run_name=long"], cwd=tmp_path, env=clean, stdout=subprocess.PIPE, text=True
+        [*OWN_RANKS, "max_steps=100000", "run_name=long"],
+        cwd=tmp_path,
+        env=unlaunched(),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert ended.stdout is not None
     for line in ended.stdout:
