@@ -38,8 +38,8 @@ class EngineConfig:
 
     kind: EngineKind = EngineKind.local
     processes: int = 1
-    """deepspeed: ranks on this machine that the command starts itself, with torchrun, each job of a sweep anew. 1: none;
-    the command is started by a launcher, or runs alone."""
+    """deepspeed: ranks on this machine that the command starts itself, with torchrun, each job of a sweep anew. 1: the
+    command is started by a launcher, or runs alone."""
     compile: CompileMode = CompileMode.auto
     recompute: Recompute = Recompute.none
     cuda_graphs: bool = False
