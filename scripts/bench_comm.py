@@ -3,6 +3,7 @@
     python scripts/bench_comm.py codec                   # every codec on this machine's GPU (or CPU), bytes a second
     python scripts/bench_comm.py codec --device cpu      # the fast CPU path beside the reference it equals
     python scripts/bench_comm.py link                    # gloo over links shaped to 100 Mbit/s and 1 Gbit/s (root)
+    python scripts/bench_comm.py auto --rates 100mbit,1gbit,2gbit     # what comm=auto takes there, and how right it is
     torchrun --nproc_per_node=2 scripts/bench_comm.py nccl            # two-hop against NCCL's all-reduce, 25 MB to 4 GB
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo torchrun ... bench_comm.py nccl --slow
 
@@ -35,6 +36,7 @@ from lowbit.comm.codecs import CODECS, Squinch, make_codec
 from lowbit.comm.collective import TwoHop
 from lowbit.comm.cost import CPU_CODINGS, Coding, Link, gather_seconds, parse_rate, reduction_seconds
 from lowbit.comm.partition import piece_length
+from lowbit.comm.reducers import Bf16Reducer, CodedReducer, Reducer, choose
 from lowbit.comm.squinch import ReferenceSquinch
 
 # Codecs
@@ -212,6 +214,44 @@ def link_rank(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def auto_rank(args: argparse.Namespace) -> None:
+    """One rank of `auto`: what is chosen, and both candidates measured longer, in turn; rank 0 writes the rows."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    numbers = torch.randn(args.values // world * world)
+
+    def agree(values: list[float]) -> list[float]:
+        largest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return [float(value) for value in largest]
+
+    rows: list[Row] = []
+    for whole in (True, False):
+        candidates: list[Reducer] = [Bf16Reducer(rank, world), CodedReducer("sq48", rank, world, 1)]
+        chosen, words = choose(candidates, whole, torch.device("cpu"), agree)
+        seconds: dict[str, list[float]] = {reducer.name: [] for reducer in candidates}
+        for _ in range(args.repeats):
+            for reducer in candidates:
+                dist.barrier()
+                begin = time.perf_counter()
+                if whole:
+                    reducer.all_reduce(numbers.clone())
+                else:
+                    reducer.reduce_scatter(list(numbers.chunk(world)))
+                seconds[reducer.name] += agree([time.perf_counter() - begin])
+        ms = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
+        over = ms[chosen.name] / min(ms.values())
+        row: Row = {"link": args.rate, "ranks": world, "ZeRO": "0" if whole else "1, 2", "chosen": chosen.name}
+        rows.append(row | {f"{name} ms": value for name, value in ms.items()} | {"over the better": over})
+        if rank == 0:
+            print(words, flush=True)
+    if rank == 0:
+        Path(args.out).write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _measured(coding: Coding, kind: str) -> Coding:
     """The coding with this machine's own codec times."""
     codec, x = make_codec(plain_name(kind)), torch.randn(1 << 20)
@@ -248,7 +288,7 @@ def link_row(
 
 
 def bench_link(args: argparse.Namespace) -> list[Row]:
-    """`link_rank` in namespaces, for each rate and number of ranks."""
+    """`link_rank`, or `auto_rank`, in namespaces, for each rate and number of ranks."""
     if reason := why_not():
         print(f"skipped: {reason}")
         return []
@@ -259,12 +299,14 @@ def bench_link(args: argparse.Namespace) -> list[Row]:
             out = Path(args.out).with_name(f".rows_{os.getpid()}.json")
             command = [sys.executable, __file__, "_rank", "--rate", rate, "--values", str(values), "--out", str(out)]
             command += ["--kinds", args.kinds, "--chunk", str(args.chunk), "--repeats", str(args.repeats)]
+            command += ["--of", args.command]
             with ShapedNetwork(ranks, rate) as network:
                 processes = [network.start(rank, command) for rank in range(ranks)]
                 codes = [process.wait(timeout=1200) for process in processes]
             if any(codes):
                 raise SystemExit(f"{ranks} ranks on {rate}: exit codes {codes}")
-            rows += [with_speedup(row, json.loads(out.read_text())) for row in json.loads(out.read_text())]
+            found = json.loads(out.read_text())
+            rows += found if args.command == "auto" else [with_speedup(row, found) for row in found]
             out.unlink()
     return rows
 
@@ -315,25 +357,27 @@ def main() -> None:
     codec.add_argument("--device")
     codec.add_argument("--codecs", default=",".join(CODECS))
     codec.add_argument("--warps", type=int, nargs="*", default=[], help="also with this many warps a program (GPU)")
-    link, rank, nccl = (commands.add_parser(name) for name in ("link", "_rank", "nccl"))
-    link.add_argument("--rates", default="100mbit,1gbit")
-    link.add_argument("--ranks", default="2,4")
+    link, auto, rank, nccl = (commands.add_parser(name) for name in ("link", "auto", "_rank", "nccl"))
+    for one in (link, auto):
+        one.add_argument("--rates", default="100mbit,1gbit")
+        one.add_argument("--ranks", default="2,4")
     rank.add_argument("--rate", required=True)
-    for one in (link, rank):
+    rank.add_argument("--of", choices=("link", "auto"), required=True)
+    for one in (link, auto, rank):
         one.add_argument("--kinds", default="fp32,bf16,bf16_hops,int8,squinch,sq48")
         one.add_argument("--chunk", type=int, default=0, help="values in a piece")
         one.add_argument("--repeats", type=int, default=3)
     nccl.add_argument("--kinds", default="squinch,sq48,sq48_fast")
     nccl.add_argument("--pieces", type=int, nargs="+", default=[1, 4])
     nccl.add_argument("--slow", action="store_true", help="a throttled link: smaller sizes, fewer repeats")
-    for one in (codec, link, rank, nccl):
+    for one in (codec, link, auto, rank, nccl):
         one.add_argument("--values", type=int, default=0)
         one.add_argument("--out", default=f"bench_comm_{one.prog.split()[-1]}.json")
     args = parser.parse_args()
     if args.command == "_rank":
-        link_rank(args)
+        (auto_rank if args.of == "auto" else link_rank)(args)
         return
-    rows = {"codec": bench_codec, "link": bench_link, "nccl": bench_nccl}[args.command](args)
+    rows = {"codec": bench_codec, "link": bench_link, "auto": bench_link, "nccl": bench_nccl}[args.command](args)
     if rows:
         print_table(rows)
         write(Path(args.out), {"rows": rows})
