@@ -81,6 +81,17 @@ class RewardConfig:
     """The run stops when a larger share of a rollout's checks gave no reward."""
 
 
+class CacheFormat(StrEnum):
+    """What the sampler's keys and values are stored in."""
+
+    auto = "auto"
+    """What the model computes in."""
+    fp8 = "fp8"
+    """E4M3; the trainer's attention has no such rounding, so the mismatch grows."""
+    int8 = "int8"
+    """The same with 8-bit integers."""
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """How conversations are drawn."""
@@ -100,6 +111,7 @@ class RolloutConfig:
     """1: all tokens. Less is refused, because the trainer's log-probabilities are of all tokens."""
     slots: int = 256
     """Conversations drawn at the same time."""
+    cache: CacheFormat = CacheFormat.auto
     seconds: float = 600.0
     """Longest wait for conversations; a longer one ends the run with a line that names what is missing."""
     empty_limit: int = 20

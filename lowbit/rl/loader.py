@@ -144,10 +144,12 @@ class RolloutLoader(Loader):
             )
             if self._empty >= self.config.rollout.empty_limit:
                 raise LowbitError(
-                    f"{text}, as in the {self._empty} before it (rollout.empty_limit): make the task easier or harder, "
-                    "raise rollout.samples or rollout.temperature, or start from a better model (init_from, warm_start)"
+                    f"{text}, as in the {self._empty - 1} before it (rollout.empty_limit={self._empty}): make the task "
+                    "easier or harder, raise rollout.samples or rollout.temperature, or start from a better model "
+                    "(init_from, warm_start)"
                 )
-            logger.warning("%s; drawing the next", text)
+            if self._empty % 5 == 1:
+                logger.warning("%s; drawing the next", text)
 
     def _take(self) -> Rollout:
         """The next rollout that is not too old."""

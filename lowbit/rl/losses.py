@@ -24,7 +24,7 @@ Sources: PPO (arXiv 1707.06347), GRPO (2402.03300), Dr.GRPO (2503.20783), DAPO (
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,12 +67,18 @@ def group_outcome(rewards: Sequence[float | None], kind: Advantage) -> GroupOutc
     return GroupOutcome([scale * (r - mean) if r is not None and math.isfinite(r) else None for r in rewards], False)
 
 
-def scale_batch(groups: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """`Advantage.batch`: centred advantages of all groups, divided by their common deviation + 1e-4."""
+def scale_batch(
+    groups: Sequence[Sequence[float | None]], everywhere: Callable[[Sequence[float]], list[float]] = list
+) -> list[list[float | None]]:
+    """`Advantage.batch`: centred advantages of all groups, divided by their common deviation + 1e-4.
+
+    `everywhere` adds numbers up over ranks.
+    """
     known = [a for group in groups for a in group if a is not None]
-    if len(known) < 2:
+    count, squares = everywhere([float(len(known)), math.fsum(a * a for a in known)])
+    if count < 2:
         return [list(group) for group in groups]
-    deviation = math.sqrt(math.fsum(a * a for a in known) / (len(known) - 1)) + STD_FLOOR
+    deviation = math.sqrt(squares / (count - 1)) + STD_FLOOR
     return [[None if a is None else a / deviation for a in group] for group in groups]
 
 

@@ -103,7 +103,7 @@ class Drawing:
 
     def _scale(self, groups: list[list[Conversation]]) -> None:
         if self.config.algorithm.advantage is Advantage.batch:
-            scaled = scale_batch([[c.advantage for c in group] for group in groups])
+            scaled = scale_batch([[c.advantage for c in group] for group in groups], self.ranks.sum)
             for group, advantages in zip(groups, scaled, strict=True):
                 for conversation, advantage in zip(group, advantages, strict=True):
                     conversation.advantage = advantage

@@ -30,6 +30,7 @@ from lowbit.data.loader import Loader
 from lowbit.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer
 from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.infer.embedded import EmbeddedSampler
+from lowbit.infer.kv_codec import KvFormat
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
 from lowbit.quant.stages import Stage, resolve
@@ -125,6 +126,7 @@ class TaskRun(Pretraining):
                 self.data.tokenizer.eot_id,
                 resolve(self.rl.precision),
                 slots=self.rl.rollout.slots,
+                kv=KvFormat(self.rl.rollout.cache.value),
                 deterministic=self.config.deterministic,
                 share=share,
             )

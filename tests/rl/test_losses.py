@@ -236,3 +236,11 @@ def test_segment_mean() -> None:
     values = torch.tensor([1.0, 3.0, 5.0], requires_grad=True)
     mean = segment_mean(values, torch.tensor([0, 0, 2]), 3)
     assert mean.tolist() == [2.0, 0.0, 5.0]
+
+
+def test_the_deviation_of_a_batch_is_that_of_all_ranks() -> None:
+    """Two ranks, one with half of the groups each: as if one had all of them."""
+    groups: list[list[float | None]] = [[1.0, -1.0], [2.0, None, -2.0]]
+    sums = [2.0 + 2.0, 2.0 + 8.0]
+    found = [scale_batch([group], lambda _: sums)[0] for group in groups]
+    assert found == scale_batch(groups)

@@ -12,7 +12,7 @@ import torch
 from conftest import changed
 
 from lowbit.configs.schema import PrecisionConfig, ScheduleConfig, ScheduleKind
-from lowbit.configs.schema_rl import Correction, Loss, RlConfig, TaskKind
+from lowbit.configs.schema_rl import CacheFormat, Correction, Loss, RlConfig, TaskKind
 from lowbit.errors import CheckpointError, LowbitError
 from lowbit.rl.producer import AheadProducer, Drawing
 from lowbit.rl.rollout import Rollout
@@ -139,6 +139,11 @@ def test_the_trainer_computes_what_was_sampled(config: RlConfig, tmp_path: Path,
     assert same_["mismatch/k3_kl"] < 1e-7 and other["mismatch/k3_kl"] > 20 * same_["mismatch/k3_kl"]
 
 
+def test_keys_and_values_in_eight_bits_show_in_the_mismatch(config: RlConfig, tmp_path: Path) -> None:
+    train(changed(config, **EASY, rollout__cache=CacheFormat.int8, max_steps=1), tmp_path / "run")
+    assert 1e-12 < rows(tmp_path / "run")[0]["mismatch/k3_kl"] < 1e-3
+
+
 def test_a_warm_start_and_several_turns(config: RlConfig, tmp_path: Path) -> None:
     """Supervised steps on tool use are a run of their own; reinforcement goes on from its weights."""
     config = changed(
@@ -170,7 +175,7 @@ def test_a_teacher_teaches(config: RlConfig, tmp_path: Path) -> None:
 
 def test_nothing_to_learn_ends_the_run(config: RlConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = changed(config, reward__function="lowbit_test_rewards:never", rollout__empty_limit=3)
-    with pytest.raises(LowbitError, match=r"all groups have equal rewards .mean 0.*as in the 3 before"):
+    with pytest.raises(LowbitError, match=r"all groups have equal rewards .mean 0.*as in the 2 before"):
         train(config, tmp_path / "run")
 
 
