@@ -181,7 +181,7 @@ def _engine(config: RunConfig) -> None:
         works = "engine=deepspeed, started with torchrun, or comm=none would work"
         raise refuse(config, "comm.kind", "engine.kind", why=why, works=works)
     if config.engine.processes > 1 and config.engine.kind is EngineKind.local:
-        why, works = "it is one process", "engine=deepspeed would work"
+        why, works = "it is one process", "engine.kind=deepspeed would work"
         raise refuse(config, "engine.processes", "engine.kind", why=why, works=works)
     for key in ("comm.error_feedback", "comm.stochastic_rounding"):
         if value_of(config, key) and config.comm.kind not in SIX_BITS:

@@ -79,7 +79,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
         {"precision.switch": [{"at_decay": True, "forward": "bf16"}], "optim.schedule.kind": "cosine"},
         ["switch.0.at_decay=true", "optim.schedule.kind=cosine"],
     ),
-    ({"engine.processes": 2}, ["engine.processes=2", "engine.kind=local", "engine=deepspeed"]),
+    ({"engine.processes": 2}, ["engine.processes=2", "engine.kind=local", "engine.kind=deepspeed"]),
     ({"engine.cuda_graphs": True, "engine.kind": "deepspeed"}, ["engine.cuda_graphs=true", "one process on one GPU"]),
     ({"engine.cuda_graphs": True, "model.moe.experts": 4}, ["model.moe.experts=4", "not the same each time"]),
     ({"engine.cuda_graphs": True, "model.attention_z": 1e-4}, ["model.attention_z", "engine.cuda_graphs=false"]),
