@@ -195,7 +195,8 @@ class Trainer:
         def loss(batch: Batch = batches[0]) -> torch.Tensor:
             return self.objective(engine.model, batch.to(engine.device)).loss_sum
 
-        rehearse = rehearsal(loss, engine.model) if engine.world == 1 else None
+        sharded = engine.world > 1 and self.config.engine.zero_stage == 3  # a backward pass there ends in reductions
+        rehearse = None if sharded else rehearsal(loss, engine.model)
         self.precision.begin_step(self.position.step, self.progress, rehearse)
         self.precision.begin_micro_batch(self.position.step, engine.rank * len(batches), engine.rank)
         self.stabilisers.before_step(self.position.step + 1, batches, loss, valid)

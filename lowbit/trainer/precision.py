@@ -3,7 +3,8 @@
 Before each step `begin_step` puts the policy in force that the switches have reached, a pure function of where the run
 is, so that a resumed run needs nothing more. Before each micro-batch `begin_micro_batch` moves the clock that the
 layers' noise is keyed by. Before the first step every policy that is still to come is rehearsed on a micro-batch, its
-gradients thrown away: it is compiled, and found to fit into memory, while the run is young.
+gradients thrown away: it is compiled, and found to fit into memory, while the run is young. Ranks rehearse alike, each
+on its own micro-batch; where ZeRO shards the weights (stage 3) they do without.
 """
 
 import logging
@@ -217,13 +218,15 @@ class RunPrecision:
     def _rehearse(self, rehearse: Callable[[], None]) -> None:
         self._rehearsed = True
         now = self.policy.training(self.active)
+        coming = [phase for phase in self.policy.phases(active=self.active) if phase != now]
         try:
-            for phase in self.policy.phases(active=self.active):
-                if phase != now:
-                    set_stage(self.model, phase, self.chooser)
-                    rehearse()
+            for phase in coming:
+                set_stage(self.model, phase, self.chooser)
+                rehearse()
         finally:
             set_stage(self.model, now, self.chooser)
+        if coming:
+            logger.info("precision: %d that may follow rehearsed on a micro-batch", len(coming))
 
     # Evaluation -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,40 @@
+"""Switches of precision on several ranks: rehearsed before the first step on each, and without any effect."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jobs
+import pytest
+import tiny_runs
+from test_runs import BACKENDS, fine, run_jobs
+
+from lowbit.configs.schema import PrecisionConfig, PrecisionSwitch, RunConfig
+from lowbit.trainer.run import pretrain
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+REHEARSED = "2 that may follow rehearsed"
+
+
+def config_of(folder: Path, stage: int) -> RunConfig:
+    """Two switches, to formats without noise, so that one process and several draw alike."""
+    config = jobs.tiny(folder, zero_stage=stage)
+    switch = [PrecisionSwitch(at_step=2, forward="int8"), PrecisionSwitch(at_step=4, forward="fp8_row")]
+    return replace(config, precision=PrecisionConfig(compute=config.precision.compute, switch=switch))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rehearsal_on_every_rank_changes_nothing(tmp_path: Path, backend: str) -> None:
+    """Oracle: one process by `LocalEngine`; stage 3 does without a rehearsal and switches all the same."""
+    pretrain(jobs.local(config_of(tmp_path, 0), backend), tmp_path / "one")
+    planned = [(config_of(tmp_path, stage), tmp_path / f"stage{stage}", {}) for stage in range(4)]
+    fine(run_jobs(2, planned, tmp_path / "two", backend))
+    for stage in range(4):
+        found = tiny_runs.rows(tmp_path / f"stage{stage}")
+        for row, wanted in zip(found, tiny_runs.rows(tmp_path / "one"), strict=True):
+            assert row["step"] == wanted["step"]
+            for key in ("loss", "grad_norm"):  # sums over ranks round differently, and weights at an edge may follow
+                assert row[key] == pytest.approx(wanted[key], rel=1e-4), (stage, row["step"], key)
+        log = (tmp_path / f"stage{stage}" / "run.log").read_text()
+        assert (REHEARSED in log) == (stage < 3)
+        assert "precision after step 2: from here on" in log and "precision after step 4: from here on" in log
