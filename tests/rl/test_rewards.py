@@ -24,7 +24,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool() -> Iterator[RewardPool]:
-    made = RewardPool(TaskConfig(), RewardConfig(function=FUNCTION, workers=2, seconds=1.0, failure_limit=0.9))
+    made = RewardPool(TaskConfig(), RewardConfig(function=FUNCTION, workers=2, seconds=4.0, failure_limit=0.9))
     yield made
     made.close()
 
@@ -45,8 +45,8 @@ def test_a_hang_is_killed_and_costs_one_reward(pool: RewardPool) -> None:
     pids = {worker.process.pid for worker in pool._workers}
     scored = pool.score([([text], EXAMPLE) for text in ["fine"] * 10 + ["hang"] + ["fine"] * 10])
     assert [s.reward for s in scored] == [1.0] * 10 + [None] + [1.0] * 10
-    assert "took longer than reward.seconds=1" in scored[10].why
-    assert pool.killed == 1 and time.monotonic() - began < 30
+    assert "took longer than reward.seconds=4" in scored[10].why
+    assert pool.killed == 1 and time.monotonic() - began < 60
     gone = pids - {worker.process.pid for worker in pool._workers}
     assert len(gone) == 1
     with pytest.raises(ProcessLookupError):
