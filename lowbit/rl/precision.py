@@ -11,18 +11,12 @@ from lowbit.configs.schema import AlignmentKind, PolicyConfig, PrecisionConfig, 
 
 
 def trainer_precision(config: PrecisionConfig) -> PrecisionConfig:
-    """What the trainer's model computes in."""
+    """What the trainer's model computes in; it still names the sampler, for whoever prints or resolves it."""
+    sampler = config.sampler or config.forward
     if config.trainer is None:
-        return _forward_alone(config, config.sampler or config.forward)
+        return _forward_alone(config, sampler)
     return replace(
-        config,
-        forward=config.trainer,
-        backward=config.trainer,
-        dgrad=None,
-        wgrad=None,
-        sampler=None,
-        trainer=None,
-        switch=[],
+        config, forward=config.trainer, backward=config.trainer, dgrad=None, wgrad=None, sampler=sampler, switch=[]
     )
 
 
@@ -37,6 +31,6 @@ def _forward_alone(config: PrecisionConfig, name: str) -> PrecisionConfig:
         )
         rules.append(replace(rule, policy=own))
     return replace(
-        config, forward=name, backward="bf16", dgrad=None, wgrad=None, sampler=None, trainer=None, switch=[],
-        define=define, rules=rules,
+        config, forward=name, backward="bf16", dgrad=None, wgrad=None, sampler=name, switch=[], define=define,
+        rules=rules,
     )  # fmt: skip

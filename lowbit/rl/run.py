@@ -33,7 +33,7 @@ from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.kv_codec import KvFormat
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
-from lowbit.quant.stages import Stage, resolve
+from lowbit.quant.stages import resolve
 from lowbit.rl.loader import RolloutLoader
 from lowbit.rl.objective import PolicyGradient
 from lowbit.rl.precision import trainer_precision
@@ -261,12 +261,6 @@ class Reinforcement(TaskRun):
         )
         loader.set_problems(self.task.size(Split.train))
         return loader
-
-    def _introduce(self, peak: float | None) -> None:
-        super()._introduce(peak)
-        stage = resolve(self.rl.precision).phases(Stage.sampler)[0]
-        if stage.quantised:
-            logger.info("sampler: fprop %s", stage.default.fprop.summary)
 
     def _make_producer(self) -> Producer:
         rollout = self.rl.rollout
