@@ -170,4 +170,5 @@ def test_an_engine_that_packs_is_one_that_does_not(name: str) -> None:
             theirs = logprobs_of(plain.model, request, sample, SamplingConfig())
             apart.append(torch.tensor(sample.logprobs) - theirs)
     d = torch.cat(apart)
-    assert (d.exp() - 1 - d).mean() < 5e-4
+    # Where activations are rounded too, a last bit of a sum falls on another step of 8 bits now and then.
+    assert (d.exp() - 1 - d).mean() < (5e-4 if name in WEIGHT_ONLY else 5e-3)
