@@ -21,6 +21,7 @@ from lowbit.configs.compose import compose, compose_for
 from lowbit.configs.overrides import DISTILL, RL, expand_sweep
 from lowbit.configs.validate import validate
 from lowbit.configs.validate_rl import validate_rl
+from lowbit.trainer.network_plan import take_network
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,7 +110,7 @@ def test_a_mentioned_command_is_accepted(command: str, tmp_path: Path, monkeypat
         for job in expand_sweep(parsed.params.get("overrides") or [], RL):
             validate_rl(compose_for(RL, job))
     elif name in OVERRIDES:
-        settings = parsed.params["overrides"] or []
+        _, settings = take_network(parsed.params["overrides"] or [])
         for job in expand_sweep(settings) if parsed.params.get("multirun") else [settings]:
             validate(compose(job))
 

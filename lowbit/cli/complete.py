@@ -29,6 +29,12 @@ def candidates(incomplete: str) -> list[str]:
     return overrides_like(incomplete)
 
 
+def plan_candidates(incomplete: str) -> list[str]:
+    """The same for `lowbit plan`, which also takes a network."""
+    network = ("network=25gbit", "nodes=16")
+    return sorted([*candidates(incomplete), *(c for c in network if incomplete and c.startswith(incomplete))])
+
+
 def distill_candidates(incomplete: str) -> list[str]:
     """The same for `lowbit distill`."""
     from lowbit.cli.candidates import overrides_like
@@ -62,7 +68,8 @@ def answer_bash(environment: Mapping[str, str]) -> bool:
         return False  # an option, or perhaps a command of the group
     whole = _join(words[1 + len(command) : position], current)
     tail = len(whole) - len(current.removeprefix("=") if current == "=" else current)
-    complete = {"distill": distill_candidates, "rl": rl_candidates}.get(COMMANDS[command], candidates)
+    of = {"distill": distill_candidates, "rl": rl_candidates}
+    complete = plan_candidates if command == ("plan",) else of.get(COMMANDS[command], candidates)
     found = complete(whole)
     print("\n".join(c[tail:] for c in found))
     return True

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lowbit.cli.complete import plan_candidates
 from lowbit.cli.settings import read, settings
 
 if TYPE_CHECKING:
@@ -16,7 +17,10 @@ GIB = 2**30
 
 PlanOverrides = Annotated[
     list[str] | None,
-    settings("Settings, such as preset=gpu model=30m; also network=25gbit nodes=16, to compare codes of gradients."),
+    settings(
+        "Settings, such as preset=gpu model=30m; also network=25gbit nodes=16, to compare codes of gradients.",
+        plan_candidates,
+    ),
 ]
 
 

@@ -186,7 +186,7 @@ def _engine(config: RunConfig) -> None:
     for key in ("comm.error_feedback", "comm.stochastic_rounding"):
         if value_of(config, key) and config.comm.kind not in SIX_BITS:
             why = "only a 6-bit code that is chosen by name has it"
-            raise refuse(config, key, "comm.kind", why=why, works=f"comm=sq48 or {key}=false would work")
+            raise refuse(config, key, "comm.kind", why=why, works=f"comm.kind=sq48 or {key}=false would work")
     if config.comm.error_feedback and config.comm.stochastic_rounding:
         why = "what one gives back on average the other gives back exactly"
         works = "comm.stochastic_rounding=false would work"

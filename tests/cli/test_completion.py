@@ -37,6 +37,8 @@ def ask(words: str, capsys: pytest.CaptureFixture[str]) -> list[str] | None:
         ("lowbit data pack data = f", ["files"]),
         ("lowbit data pa", None),
         ("lowbit plan optim.l", ["optim.lr=", "optim.lr=0.003"]),
+        ("lowbit plan net", ["network=25gbit"]),
+        ("lowbit plan comm = sq", ["sq48", "sq48_fast", "squinch"]),
         ("lowbit pretrain +optim.sc", ["+optim.schedule." + k for k in ("decay_fraction=", "decay_fraction=0.3")]),
         ("lowbit pretrain deter", ["deterministic=", "deterministic=false", "deterministic=true"]),
         ("lowbit pretrain logging.wandb = on", ["online"]),

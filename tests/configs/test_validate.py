@@ -80,6 +80,16 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
         ["switch.0.at_decay=true", "optim.schedule.kind=cosine"],
     ),
     ({"engine.processes": 2}, ["engine.processes=2", "engine.kind=local", "engine.kind=deepspeed"]),
+    *(
+        ({key: True, "comm.kind": kind, "engine.kind": "deepspeed"}, [f"{key}=true", f"comm.kind={kind}"])
+        for key in ("comm.error_feedback", "comm.stochastic_rounding")
+        for kind in ("none", "bf16", "auto")
+    ),
+    (
+        {f"comm.{key}": True for key in ("error_feedback", "stochastic_rounding")}
+        | {"comm.kind": "sq48", "engine.kind": "deepspeed"},
+        ["comm.error_feedback=true", "comm.stochastic_rounding=true", "comm.stochastic_rounding=false would work"],
+    ),
     ({"engine.cuda_graphs": True, "engine.kind": "deepspeed"}, ["engine.cuda_graphs=true", "one process on one GPU"]),
     ({"engine.cuda_graphs": True, "model.moe.experts": 4}, ["model.moe.experts=4", "not the same each time"]),
     ({"engine.cuda_graphs": True, "model.attention_z": 1e-4}, ["model.attention_z", "engine.cuda_graphs=false"]),
