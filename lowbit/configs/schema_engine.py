@@ -93,7 +93,7 @@ class CommConfig:
     """Gradients of fewer numbers than this, and all vectors (norms), travel as FP32 whatever `kind` says."""
     error_feedback: bool = False
     """Add what rounding took from a gradient to the next step's. Keeps a whole FP32 gradient a rank, also in
-    checkpoints; with 6 bits and nearest rounding training has not needed it. Not with machines of several ranks."""
+    checkpoints; in simulations 6 bits and nearest rounding did not need it. Not with machines of several ranks."""
     stochastic_rounding: bool = False
     """Round the 6-bit codes up or down at random, right on average: 3 to 4 dB more error a step, and slow (no kernel),
     for ranks whose gradients are nearly the same."""

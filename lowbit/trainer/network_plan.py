@@ -160,7 +160,8 @@ def describe_network(made: NetworkPlan, parameters: int) -> list[str]:
     pays = f"Squinch pays: {what} is {made.gain:.2f} times as fast as with BF16"
     if made.gain <= 1.03:
         pays = f"Squinch does not pay: {what} is {made.gain:.2f} times as fast as with BF16"
-    lines.append(f"  {pays}; comm=auto would take {made.auto.coding.name}")
+    best_code = "none" if made.fastest.coding.name == "fp32" else made.fastest.coding.name
+    lines.append(f"  {pays}; within 3% of the best: comm={best_code}; comm=auto would take {made.auto.coding.name}")
     if made.computed:
         lines.append(
             f"  BF16 gradients hide behind the backward pass from {made.bf16_hides:,.0f} tokens a node and step on, "
