@@ -217,7 +217,11 @@ class WarmStartConfig:
     """Supervised steps on the task's own solutions before the first rollout."""
 
     steps: int = 0
-    """0: none."""
+    """0: none. Otherwise the most of them."""
+    accuracy: float = 1.0
+    """They end where so many greedy answers to held-out problems are right, if `check_steps` asks for looking."""
+    check_steps: int = 0
+    """Look at the accuracy every so many steps; 0: never."""
     examples: int = 64
     """Solved problems a step."""
     lr_scale: float = 1.0

@@ -51,6 +51,8 @@ RANGES = {
     "algorithm.refill": NATURAL,
     "teacher.coefficient": POSITIVE,
     "warm_start.steps": NATURAL,
+    "warm_start.accuracy": FRACTION,
+    "warm_start.check_steps": NATURAL,
     "warm_start.examples": COUNT,
     "warm_start.lr_scale": POSITIVE,
 }
@@ -196,6 +198,6 @@ def warm_start_config(config: RlConfig) -> RlConfig:
             muon=replace(optim.muon, lr=w.lr_scale * optim.muon.lr),
             schedule=ScheduleConfig(warmup_steps=5),
         ),
-        evaluation=EvalConfig(every_steps=0, sample_tokens=0),
+        evaluation=EvalConfig(every_steps=w.check_steps, sample_tokens=0),
         checkpoint=replace(config.checkpoint, every_steps=0),
     )

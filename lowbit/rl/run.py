@@ -177,8 +177,45 @@ class TaskRun(Pretraining):
         return RunResult(self.run_dir, position.step, position.tokens, math.nan, math.nan, "")
 
 
+class WarmTrainer(Trainer):
+    """The loop, until the answers are right often enough."""
+
+    enough = False
+
+    @property
+    def done(self) -> bool:
+        """See `Trainer.done`."""
+        return self.enough or super().done
+
+
 class WarmStart(TaskRun):
     """Supervised steps on solved problems."""
+
+    trainer_class = WarmTrainer
+    _enough = False
+
+    def build(self) -> Trainer:
+        """See `Pretraining.build`."""
+        trainer = super().build()
+        assert isinstance(trainer, WarmTrainer)
+        trainer.enough = self._enough
+        self._trainer = trainer
+        return trainer
+
+    def _evaluate(self, last: bool) -> dict[str, float]:
+        row = super()._evaluate(last)
+        settings = self.rl.warm_start
+        self._enough = settings.check_steps > 0 and row["val_accuracy"] >= settings.accuracy
+        self._trainer.enough = self._enough
+        return row
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"enough": self._enough}
+
+    def _resume(self, snapshot: Snapshot | None) -> Position:
+        if snapshot is not None:
+            self._enough = bool(snapshot.meta.get("enough", False))
+        return super()._resume(snapshot)
 
     def _make_loader(self) -> Loader:
         check_prompts(self.rl, self.task, self.prompts)

@@ -109,6 +109,7 @@ class Trainer:
                     with self.meter.part("eval"):
                         row |= self.hooks.evaluate(last)
                     self._agree(0.0)  # a signal may have come meanwhile
+                    last = self.done  # what was measured may end the run
                 self._log(row)
                 stop = self._stop and not last
                 if last or stop or self._due(self.config.checkpoint.every_steps):

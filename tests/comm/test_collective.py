@@ -37,7 +37,7 @@ def load(folder: Path, world: int, suite: str) -> Results:
     return [dict(np.load(folder / f"{suite}_{r}.npz")) for r in range(world)]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=[1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp(f"world{request.param}")
     assert launch(folder, request.param, "all") == [0] * request.param
@@ -313,6 +313,7 @@ def test_ranks_that_differ_are_named(ranks: Results) -> None:
         assert "ranks [1]" in message or ("rank 0" in message and "[1]" in message), message
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_three_nodes_of_two(tmp_path: Path) -> None:
     assert launch(tmp_path, 6, "nodes") == [0] * 6

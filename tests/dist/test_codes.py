@@ -65,6 +65,7 @@ def test_reduced_gradients(world: int, backend: str, tmp_path: Path) -> None:
             assert wanted <= sent < 1.1 * wanted, (name, sent, wanted)
 
 
+@pytest.mark.exhaustive
 def test_two_machines_of_two(tmp_path: Path) -> None:
     """Six bits between machines, FP32 inside: each rank passes on half of its machine's sum."""
     common = {"kind": "gradients", "exact_below": EXACT_BELOW, "comm": "sq48", "node_size": 2}
@@ -82,6 +83,7 @@ def test_two_machines_of_two(tmp_path: Path) -> None:
         assert found["traffic"]["comm/node_bytes"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_in_few_bits(backend: str, tmp_path: Path) -> None:
     """Losses stay near those of FP32, replicas stay equal, and what `auto` measures decides."""

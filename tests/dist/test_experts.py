@@ -83,6 +83,7 @@ def test_whole_runs_and_other_ranks_at_the_next_start(tmp_path: Path) -> None:
             assert float((found[key] - tensor).abs().max()) <= allowed, (name, key)
 
 
+@pytest.mark.exhaustive
 def test_low_bit_experts_learn_where_they_are(tmp_path: Path) -> None:
     """Each expert keeps its own noise; scales over a batch differ, so the numbers are near and not equal."""
     precision = PrecisionConfig(forward="nvfp4", backward="nvfp4", compute=ComputeDtype.fp32)

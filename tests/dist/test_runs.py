@@ -194,7 +194,11 @@ def test_a_signal_to_one_rank_ends_all_after_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "said", "seconds"),
-    [("die", "died", 15), ("raise", "failed: ZeroDivisionError: one over nothing", 15), ("hang", "hangs", 35)],
+    [
+        ("die", "died", 15),
+        pytest.param("raise", "failed: ZeroDivisionError: one over nothing", 15, marks=pytest.mark.exhaustive),
+        pytest.param("hang", "hangs", 35, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_lost_rank_ends_the_others(tmp_path: Path, kind: str, said: str, seconds: float) -> None:
     """The others name it, and the run goes on from its checkpoint afterwards."""
@@ -212,6 +216,7 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path, kind: str, said: str, secon
     assert tiny_runs.rows(tmp_path / "run")[-1]["step"] == 6
 
 
+@pytest.mark.exhaustive
 def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
     """`torchrun --max-restarts`: a rank is killed in the first attempt, the second goes on from the checkpoint."""
     config = jobs.tiny(tmp_path)

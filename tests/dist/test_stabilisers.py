@@ -60,7 +60,7 @@ def same(a: Path, b: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.exhaustive), 1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_resume_inside_a_window_changes_nothing(tmp_path: Path, stage: int, backend: str) -> None:
     """Stopped after step 5 of 8, when a window is open (steps 4 to 7) and inputs are being measured (4 and 5)."""
     planned = []
@@ -81,6 +81,7 @@ def test_a_resume_inside_a_window_changes_nothing(tmp_path: Path, stage: int, ba
     assert ("quant/blocks.0.mlp.up/weight/relative_mse" in statistics) == (stage < 3)
 
 
+@pytest.mark.exhaustive
 def test_an_open_window_moves_to_other_ranks_stages_and_engines(tmp_path: Path) -> None:
     """Begun on two ranks at stage 3, with whole tensors in the checkpoint; it closes in one process and on three ranks.
 

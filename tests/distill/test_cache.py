@@ -136,6 +136,7 @@ def test_killed_and_resumed_the_result_is_byte_identical(
     assert contents(folder) == contents(tmp_path / "whole")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.dist
 @pytest.mark.slow
 def test_four_processes_make_the_same_bytes_as_one(distillation: DistillConfig, maker: Make, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_mistakes_are_one_line_and_leave_nothing(place: Path) -> None:
     assert code == 2 and "empty: it is neither the folder of a run nor of a Hugging Face model" in err, err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(900)

@@ -3,7 +3,6 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,11 +51,3 @@ def config() -> RlConfig:
         rollout=RolloutConfig(samples=4, max_new_tokens=4),
         algorithm=AlgorithmConfig(),
     )
-
-
-def changed(config: RlConfig, **keys: Any) -> RlConfig:
-    """The configuration with `section__key=value` (or `key=value`) replaced."""
-    for name, value in keys.items():
-        section, _, key = name.partition("__")
-        config = replace(config, **{section: replace(getattr(config, section), **{key: value}) if key else value})
-    return config

@@ -89,7 +89,7 @@ def test_killed_and_resumed_is_the_run_in_one_piece(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_two_ranks_of_deepspeed(tmp_path: Path, stage: int) -> None:
     """torchrun: each rank draws half of the groups; sampler and trainer agree, and the numbers are those of one."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

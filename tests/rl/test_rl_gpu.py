@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import changed
+from changes import changed
 
 from lowbit.configs.schema import CompileMode, ComputeDtype, EngineConfig, ModelConfig
 from lowbit.configs.schema_rl import RlConfig

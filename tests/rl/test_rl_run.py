@@ -1,6 +1,7 @@
 """Whole runs: what they leave, what they log, and that a run cut in two is the run in one piece."""
 
 import json
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import changed
+from changes import changed
 
 from lowbit.configs.schema import PrecisionConfig, ScheduleConfig, ScheduleKind
 from lowbit.configs.schema_rl import CacheFormat, Correction, Loss, RlConfig, TaskKind
@@ -142,6 +143,19 @@ def test_the_trainer_computes_what_was_sampled(config: RlConfig, tmp_path: Path,
 def test_keys_and_values_in_eight_bits_show_in_the_mismatch(config: RlConfig, tmp_path: Path) -> None:
     train(changed(config, **EASY, rollout__cache=CacheFormat.int8, max_steps=1), tmp_path / "run")
     assert 1e-12 < rows(tmp_path / "run")[0]["mismatch/k3_kl"] < 1e-3
+
+
+def test_a_warm_start_ends_where_enough_answers_are_right(config: RlConfig, tmp_path: Path) -> None:
+    """And stays ended when the run is killed right after it."""
+    config = changed(config, warm_start__steps=5, warm_start__check_steps=2, warm_start__examples=16, max_steps=1)
+    for accuracy, last in ((0.0, 2), (1.0, 5)):
+        folder = tmp_path / f"{accuracy}"
+        one = changed(config, **EASY, warm_start__accuracy=accuracy, rollout__empty_limit=50)
+        train(one, folder)
+        assert rows(folder / "warm_start")[-1]["step"] == last
+        shutil.rmtree(folder / "checkpoints")
+        train(one, folder)
+        assert rows(folder / "warm_start")[-1]["step"] == last
 
 
 def test_a_warm_start_and_several_turns(config: RlConfig, tmp_path: Path) -> None:

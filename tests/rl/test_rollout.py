@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import changed
+from changes import changed
 
 from lowbit.configs.schema_rl import (
     AlgorithmConfig,
