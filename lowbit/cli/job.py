@@ -138,10 +138,9 @@ def run_sweep(given: Sequence[str], task: Task = PRETRAINING) -> None:
         except ConfigError as error:
             raise ConfigError(f"job {number} ({' '.join(_only(settings, swept))}): {error}") from None
     sweep_dir = _sweep_dir([s for s, key in zip(jobs[0], _keys(jobs[0]), strict=True) if key not in swept], task)
-    quoted = "'" + str(sweep_dir).replace("'", "\\'") + "'"
     interrupted = False
     try:
-        arguments = ["--multirun", *for_hydra(overrides), f"hydra.sweep.dir={quoted}"]
+        arguments = ["--multirun", *for_hydra(overrides), f"hydra.sweep.dir={_quoted(sweep_dir)}"]
         _under_hydra(lambda tree: _sweep_job(tree, swept, task, typed), arguments, task)
     except Interrupted:
         interrupted = True
@@ -161,8 +160,7 @@ def _work(tree: Any, task: Task, typed: Sequence[str] = ()) -> None:
 
     config, folder = to_config(task.command, tree), Path(HydraConfig.get().runtime.output_dir)
     if task.joined and torchrun.starts_ranks(config):
-        quoted = "'" + str(folder).replace("'", "\\'") + "'"
-        torchrun.run_ranks(config, task.words, [*typed, f"hydra.run.dir={quoted}"])
+        torchrun.run_ranks(config, task.words, [*typed, f"hydra.run.dir={_quoted(folder)}"])
         return
     task.work(config, folder)
 
@@ -223,6 +221,11 @@ def _print_table(run_dirs: list[Path]) -> None:
     from lowbit.trainer.report import comparison_table
 
     print(comparison_table(run_dirs))
+
+
+def _quoted(path: Path) -> str:
+    """A path in Hydra's grammar."""
+    return "'" + str(path).replace("'", "\\'") + "'"
 
 
 def _keys(settings: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from llama_names import llama_name
 from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig, MoeConfig
@@ -89,23 +90,9 @@ def transformers_twin(model: Transformer) -> Any:
             attn_implementation="eager",
         )
     )
-    names = {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "attention.out": "self_attn.o_proj",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        **{f"attention.{x}.": f"self_attn.{x}_proj." for x in "qkv"},
-        **{f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
-        "blocks.": "model.layers.",
-        "final_norm": "model.norm",
-        "head.": "lm_head.",
-        "embedding": "model.embed_tokens",
-    }
     state = {}
     for name, tensor in weights_and_state(model).items():
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
+        name = llama_name(name)
         state[name] = tensor[:VOCAB] if "lm_head" in name or "embed" in name else tensor
     twin.load_state_dict(state, strict=True)
     return twin.eval()

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from llama_names import llama_name
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -61,23 +62,9 @@ def test_logits_are_those_of_transformers(tied: bool, qk_norm: bool) -> None:
         "attn_implementation": "eager",
     }
     theirs = Qwen3ForCausalLM(Qwen3Config(**settings)) if qk_norm else LlamaForCausalLM(LlamaConfig(**settings))
-    names = {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "attention.out": "self_attn.o_proj",
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        **{f"attention.{x}.": f"self_attn.{x}_proj." for x in "qkv"},
-        **{f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
-        "blocks.": "model.layers.",
-        "final_norm": "model.norm",
-        "head.": "lm_head.",
-        "embedding": "model.embed_tokens",
-    }
     state = {}
     for name, tensor in model.state_dict().items():
-        for ours, other in names.items():
-            name = name.replace(ours, other)
+        name = llama_name(name)
         state[name] = tensor
     if tied:
         state["lm_head.weight"] = model.head_weight.detach()
