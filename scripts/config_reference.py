@@ -18,6 +18,7 @@ from lowbit.configs import schema
 from lowbit.configs.overrides import groups
 from lowbit.configs.schema import ModelConfig, PrecisionConfig, RunConfig
 from lowbit.configs.schema_distill import DistillConfig
+from lowbit.configs.schema_pipeline import PipelineConfig
 from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.stored import plain
 from lowbit.configs.strict import accepted, fields_of, show, unwrap_optional
@@ -125,10 +126,36 @@ def stage(command: str, config: type[RunConfig], texts: dict[str, dict[str, str]
     return lines
 
 
+def pipeline(texts: dict[str, dict[str, str]]) -> list[str]:
+    """The page's part about `lowbit pipeline`: its own keys, and whose keys its sections have."""
+    own = texts[PipelineConfig.__name__]
+    lines = ["## `lowbit pipeline`", "", f"{own['']} Its presets are `pipeline=CHOICE`.", ""]
+    lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+    places = {"teacher": "model", "student": "model"}
+    for name, hint in fields_of(PipelineConfig).items():
+        meaning = " ".join(own.get(name, "").split())
+        if name in ("pretrain", "distill", "rl"):
+            lines.append(
+                f"| `{name}.KEY` | the keys of `lowbit {name}`, but for what the pipeline decides | | {meaning} |"
+            )
+        elif dataclasses.is_dataclass(hint):
+            where = places.get(name, name)
+            lines.append(f"| `{name}.KEY` | the keys of `{where}` | as there | {meaning or 'Of every stage.'} |")
+        else:
+            inner = typing.get_args(hint)[0] if typing.get_origin(hint) is list else hint
+            if inner.__name__ in texts:
+                choices = texts[inner.__name__]
+                meaning += f" {choices['']} " + " ".join(f"`{c}`: {choices[c]}" for c in inner if c in choices)
+            default = show(plain(getattr(PipelineConfig(), name)))
+            cells = [f"`{name}`", accepted(hint), f"`{default}`", meaning]
+            lines.append("| " + " | ".join(" ".join(cell.split()) for cell in cells) + " |")
+    return [*lines, ""]
+
+
 def render() -> str:
     """The whole page."""
     texts = docstrings()
-    stages = [*stage("distill", DistillConfig, texts), *stage("rl", RlConfig, texts)]
+    stages = [*stage("distill", DistillConfig, texts), *stage("rl", RlConfig, texts), *pipeline(texts)]
     parts = [INTRODUCTION, *presets(), *sections(RunConfig, "", texts), *stages]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -1,6 +1,6 @@
 """Imports point one way, and the command line starts without anything heavy.
 
-    cli -> {distill, rl} -> {trainer, infer} -> {quant, comm, data} -> models
+    cli -> pipeline -> {distill, rl} -> {trainer, infer} -> {quant, comm, data} -> models
 
 `trainer` may import `infer`; `configs.schema*`, `errors` and what says which models can be (`configs.validate_model`)
 are leaves that everyone may import; the rest of `configs` (composition, validation, stored files) serves the command
@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer": {"infer", "quant", "comm", "data", "models", "configs"},
     "distill": {"trainer", "infer", "quant", "comm", "data", "models", "configs"},
     "rl": {"trainer", "infer", "quant", "comm", "data", "models", "configs"},
-    "cli": {"distill", "rl", "trainer", "infer", "quant", "comm", "data", "models", "configs"},
+    "pipeline": {"distill", "rl", "trainer", "infer", "quant", "comm", "data", "models", "configs"},
+    "cli": {"pipeline", "distill", "rl", "trainer", "infer", "quant", "comm", "data", "models", "configs"},
 }
 """Rooms whose modules a room may import, besides its own and the leaves."""
 

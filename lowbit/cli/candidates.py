@@ -73,4 +73,4 @@ def _keys(text: str, command: Command[RunConfig]) -> list[str]:
             found.append(f"{key}.")
         else:
             found += [f"{key}=", *(f"{key}={value}" for value in choices_of(key, command))]
-    return found + ([f"{group}=" for group in groups(command)] if not parent else [])
+    return found + [f"{group}=" for group in groups(command) if group.rpartition(".")[0] == parent]

@@ -18,6 +18,7 @@ COMMANDS = {
     ("distill", "train"): "distill",
     ("distill",): "distill",
     ("rl",): "rl",
+    ("pipeline",): "pipeline",
 }
 """Commands whose arguments are overrides, and whose settings they are."""
 
@@ -49,6 +50,13 @@ def rl_candidates(incomplete: str) -> list[str]:
     return overrides_like(incomplete, "rl")
 
 
+def pipeline_candidates(incomplete: str) -> list[str]:
+    """The same for `lowbit pipeline`."""
+    from lowbit.cli.candidates import overrides_like
+
+    return overrides_like(incomplete, "pipeline")
+
+
 def answer_bash(environment: Mapping[str, str]) -> bool:
     """Answer a completion request from bash about overrides on standard output; False if this is no such request."""
     if environment.get("_LOWBIT_COMPLETE") != "complete_bash":
@@ -68,7 +76,7 @@ def answer_bash(environment: Mapping[str, str]) -> bool:
         return False  # an option, or perhaps a command of the group
     whole = _join(words[1 + len(command) : position], current)
     tail = len(whole) - len(current.removeprefix("=") if current == "=" else current)
-    of = {"distill": distill_candidates, "rl": rl_candidates}
+    of = {"distill": distill_candidates, "rl": rl_candidates, "pipeline": pipeline_candidates}
     complete = plan_candidates if command == ("plan",) else of.get(COMMANDS[command], candidates)
     found = complete(whole)
     print("\n".join(c[tail:] for c in found))

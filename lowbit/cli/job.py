@@ -66,6 +66,10 @@ class Task:
     """Several processes of a launcher train together, which takes an engine for it."""
     words: tuple[str, ...] = ("pretrain",)
     """The command as it is typed."""
+    runs: Callable[[Any], list[RunConfig]] = lambda config: [config]
+    """The runs that a configuration describes."""
+    shown: Callable[[Path], list[Path]] = lambda folder: [folder]
+    """The runs' folders in a job's, for the table at the end of a sweep."""
 
 
 PRETRAINING = Task()
@@ -77,7 +81,8 @@ def checked(overrides: Sequence[str], task: Task = PRETRAINING) -> RunConfig:
 
     config = compose_for(task.command, overrides)
     task.check(config)
-    check_precision(config)
+    for run in task.runs(config):
+        check_precision(run)
     if task.joined:
         check_world(config, torchrun.ranks_of(config))
     return config
@@ -114,7 +119,7 @@ def run_one(given: Sequence[str], task: Task = PRETRAINING) -> None:
             _log(error)
             failure.append(error)
 
-    _under_hydra(job, for_hydra(overrides), task)
+    _under_hydra(job, for_hydra(overrides, task.command), task)
     if failure:
         raise failure[0]
 
@@ -140,13 +145,13 @@ def run_sweep(given: Sequence[str], task: Task = PRETRAINING) -> None:
     sweep_dir = _sweep_dir([s for s, key in zip(jobs[0], _keys(jobs[0]), strict=True) if key not in swept], task)
     interrupted = False
     try:
-        arguments = ["--multirun", *for_hydra(overrides), f"hydra.sweep.dir={_quoted(sweep_dir)}"]
+        arguments = ["--multirun", *for_hydra(overrides, task.command), f"hydra.sweep.dir={_quoted(sweep_dir)}"]
         _under_hydra(lambda tree: _sweep_job(tree, swept, task, typed), arguments, task)
     except Interrupted:
         interrupted = True
     outcomes = _outcomes(sweep_dir)
     done = [folder for folder, outcome in outcomes if outcome.exit_code == 0]
-    _print_table([sweep_dir / folder for folder in done])
+    _print_report(sweep_dir, [run for folder in done for run in task.shown(sweep_dir / folder)])
     if interrupted:
         raise Interrupted(f"the sweep was interrupted: {len(done)} of {len(jobs)} jobs are done, in {sweep_dir}")
     failed = [outcome.name for _, outcome in outcomes if outcome.exit_code]
@@ -215,12 +220,11 @@ def _outcomes(sweep_dir: Path) -> list[tuple[str, Outcome]]:
     return sorted(found, key=lambda pair: pair[1].job)
 
 
-def _print_table(run_dirs: list[Path]) -> None:
-    if not run_dirs:
-        return
-    from lowbit.trainer.report import comparison_table
+def _print_report(sweep_dir: Path, run_dirs: list[Path]) -> None:
+    from lowbit.trainer.report import sweep_report
 
-    print(comparison_table(run_dirs))
+    for line in sweep_report(sweep_dir, run_dirs):
+        print(line)
 
 
 def _quoted(path: Path) -> str:
@@ -229,12 +233,19 @@ def _quoted(path: Path) -> str:
 
 
 def _keys(settings: Sequence[str]) -> list[str]:
-    return [s.lstrip("+~").partition("=")[0] for s in settings]
+    return [s.lstrip("+~").partition("=")[0].rpartition("@")[2] for s in settings]
 
 
 def _only(settings: Sequence[str], keys: Sequence[str]) -> list[str]:
     """The settings of these keys: what tells one job of a sweep from another."""
-    return [s.lstrip("+") for s, key in zip(settings, _keys(settings), strict=True) if key in keys]
+    return [
+        s.lstrip("+").removeprefix(_group(s)) for s, key in zip(settings, _keys(settings), strict=True) if key in keys
+    ]
+
+
+def _group(setting: str) -> str:
+    """`model@` of `model@teacher=tiny`, which is how Hydra writes the choice of another name; else nothing."""
+    return "".join(setting.partition("=")[0].rpartition("@")[:2])
 
 
 def _sweep_dir(overrides: Sequence[str], task: Task) -> Path:

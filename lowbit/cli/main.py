@@ -22,6 +22,7 @@ from lowbit.cli import (
     export,
     generate,
     importing,
+    pipeline,
     plan,
     pretrain,
     report,
@@ -47,6 +48,8 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.command("pretrain", context_settings=TAKES_SETTINGS)(pretrain.pretrain)
+    app.command("pipeline", context_settings=TAKES_SETTINGS)(pipeline.pipeline)
+    app.command("stage", hidden=True)(pipeline.stage)
     app.command("rl", context_settings=TAKES_SETTINGS)(rl.rl)
     app.command("generate")(generate.generate)
     app.command("eval")(evaluate.evaluate)

@@ -42,6 +42,7 @@ def plan(
     from lowbit.trainer.hardware import pick_device
     from lowbit.trainer.network_plan import ranks_on, take_network
     from lowbit.trainer.plan import plan as make_plan
+    from lowbit.trainer.plan import planned_vocabulary
     from lowbit.trainer.precision import plan_precision
     from lowbit.trainer.zero_plan import describe_wire
 
@@ -50,7 +51,7 @@ def plan(
     ranks = ranks_on(network, ranks) if network is not None else ranks
     precision = plan_precision(config, None if memory_gb is not None else pick_device(config.device))
     device, memory_bytes, compute_bytes = _device(config, memory_gb)
-    vocab_size = _vocab_size(config)
+    vocab_size = planned_vocabulary(config)
     check_world(config, ranks)
     made = make_plan(config, vocab_size, compute_bytes=compute_bytes, memory_bytes=memory_bytes, ranks=ranks)
     dtype = "bf16" if compute_bytes == 2 else "fp32"
@@ -151,18 +152,3 @@ def _device(config: "RunConfig", memory_gb: float | None) -> tuple[str, int, int
     device = pick_device(config.device)
     dtype = compute_dtype(config.precision, device)
     return device_name(device), device_memory(device), dtype.itemsize
-
-
-def _vocab_size(config: "RunConfig") -> int:
-    """Tokens of the run's tokenizer; a BPE that is yet to be trained has the size asked for."""
-    from lowbit.configs.schema import TokenizerKind
-    from lowbit.configs.validate_data import BYTE_VOCABULARY
-
-    tokenizer = config.data.tokenizer
-    if tokenizer.kind is TokenizerKind.bytes:
-        return BYTE_VOCABULARY
-    if tokenizer.kind is TokenizerKind.bpe:
-        return tokenizer.vocab_size
-    from lowbit.data.tokenizer import load_tokenizer
-
-    return load_tokenizer(tokenizer.path, tokenizer.eot).vocab_size

@@ -46,7 +46,7 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
-def refuse(config: RunConfig, *keys: str, why: str, works: str) -> ConfigError:
+def refuse(config: Any, *keys: str, why: str, works: str) -> ConfigError:
     """The error for a combination: `key=value key=value: why; works`."""
     given = " ".join(f"{key}={show(value_of(config, key))}" for key in keys)
     return ConfigError(f"{given}: {why}; {works}")

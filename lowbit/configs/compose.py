@@ -25,8 +25,9 @@ def register_schema() -> None:
     from hydra.core.config_store import ConfigStore
 
     for command in COMMANDS:
-        base = dataclasses.replace(command.config(), data=DataConfig(sources={}))
-        ConfigStore.instance().store(name=f"{command.name}_schema", node=plain(base), provider="lowbit")
+        base = plain(dataclasses.replace(command.config(), data=DataConfig(sources={})))
+        base |= {section: {} for section in command.sparse}
+        ConfigStore.instance().store(name=f"{command.name}_schema", node=base, provider="lowbit")
 
 
 def compose_tree(overrides: Sequence[str], command: Command[RunConfig] = PRETRAIN, *, with_hydra: bool = False) -> Any:
@@ -61,7 +62,7 @@ def to_config(command: Command[Config], tree: Any) -> Config:
             raise ConfigError(_one_line(error, [])) from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"the configuration is a {type(tree).__name__}, not a mapping of keys")
-    return build(command.config, tree)
+    return build(command.config, command.fill(tree) if command.fill is not None else tree)
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:

@@ -6,14 +6,16 @@ about the rest. The result is a list of overrides that Hydra can apply as they s
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Generic, TypeVar
 
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig
+from lowbit.configs.schema_pipeline import PipelineConfig, Stage
 from lowbit.configs.schema_rl import RlConfig
+from lowbit.configs.stages import fill
 from lowbit.configs.strict import build, fields_of, locate, nearest, schema_paths, show, suggest
 from lowbit.errors import ConfigError
 
@@ -36,12 +38,33 @@ class Command(Generic[Config]):
     """Further groups that no other command has."""
     without: tuple[str, ...] = ()
     """Groups that it has no use for."""
+    placed: tuple[tuple[str, str], ...] = ()
+    """Keys that take the choices of a group of another name: (key, group)."""
+    sparse: tuple[str, ...] = ()
+    """Sections in which only what was set stands until `fill` completes them."""
+    fill: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
 
 PRETRAIN = Command("pretrain", RunConfig, "preset")
 DISTILL = Command("distill", DistillConfig, "distill")
 RL = Command("rl", RlConfig, "rl", ("task", "algorithm"), without=("data",))
-COMMANDS: tuple[Command[RunConfig], ...] = (PRETRAIN, DISTILL, RL)
+PIPELINE: Command[Any] = Command[Any](
+    "pipeline",
+    PipelineConfig,
+    "pipeline",
+    without=("model", "optim"),
+    placed=(
+        ("teacher", "model"),
+        ("student", "model"),
+        *((f"{stage}.{group}", group) for stage in Stage for group in ("optim", "precision")),
+        ("distill.teacher.precision", "precision"),
+        ("rl.task", "task"),
+        ("rl.algorithm", "algorithm"),
+    ),
+    sparse=tuple(Stage),
+    fill=fill,
+)
+COMMANDS: tuple[Command[RunConfig], ...] = (PRETRAIN, DISTILL, RL, PIPELINE)
 
 
 def groups(command: Command[RunConfig] | None = PRETRAIN) -> dict[str, list[str]]:
@@ -52,7 +75,8 @@ def groups(command: Command[RunConfig] | None = PRETRAIN) -> dict[str, list[str]
     choices = {
         f.name: sorted(y.name.removesuffix(".yaml") for y in f.iterdir() if y.name.endswith(".yaml")) for f in folders
     }
-    return {name: found for name, found in choices.items() if found and name not in others}
+    own = {name: found for name, found in choices.items() if found and name not in others}
+    return own | {key: choices[group] for key, group in (command.placed if command is not None else ())}
 
 
 def parse(text: str, command: Command[RunConfig] = PRETRAIN) -> Any:
@@ -104,7 +128,7 @@ def _check_one(override: Any, own_presets: bool, command: Command[RunConfig]) ->
     if override.is_delete():
         return _check_delete(key, text, choices, command)
     if key in choices:
-        return _check_choice(key, override.value(), text, choices[key], own_presets)
+        return _placed(command, key, _check_choice(key, override.value(), text, choices[key], own_presets))
     hint = _locate(key, text.partition("=")[2], choices, command)
     value = override.value()
     if not (isinstance(value, str) and "${" in value):  # interpolations are checked once resolved
@@ -112,31 +136,45 @@ def _check_one(override: Any, own_presets: bool, command: Command[RunConfig]) ->
             build(hint, value, key)
         except ConfigError as error:  # show the value as it was typed: 1e3, not 1000.0
             raise ConfigError(str(error).replace(f"{key}={show(value)}", text.lstrip("+"), 1)) from None
-    return _rewrite(key, text)
+    return _rewrite(key, text, command)
 
 
-def _rewrite(key: str, text: str) -> str:
+def _rewrite(key: str, text: str, command: Command[RunConfig]) -> str:
     """The override as Hydra wants it: names the user chose are added with `++`, all others exist already."""
     plain = text.lstrip("+")
-    return f"++{plain}" if f"{key}.".startswith(FREE_NAMES) else plain
+    if key in dict(command.placed):
+        return _placed(command, key, plain)
+    free = (*FREE_NAMES, *(f"{section}." for section in command.sparse))
+    return f"++{plain}" if f"{key}.".startswith(free) else plain
+
+
+def _placed(command: Command[RunConfig], key: str, text: str) -> str:
+    """A choice whose key is not its group's name, as Hydra writes it: `teacher=tiny` is `model@teacher=tiny`."""
+    group = dict(command.placed).get(key)
+    return text if group is None else f"{group}@{text}"
 
 
 LIMITS = ("max_steps", "max_tokens", "max_minutes")
+SECTIONS = ("", *(f"{stage}." for stage in Stage))
+"""Where limits stand: at the top, or in a stage of a pipeline."""
 
 
 def with_own_limits(overrides: Sequence[str]) -> list[str]:
     """A limit that the user sets replaces the preset's limits: those not named end no run that was meant to go on."""
     named = {str(parse(text).key_or_group) for text in overrides}
-    if not named & set(LIMITS):
-        return list(overrides)
-    return [*overrides, *(f"{limit}=null" for limit in LIMITS if limit not in named)]
+    others = []
+    for section in SECTIONS:
+        limits = [f"{section}{limit}" for limit in LIMITS]
+        if named & set(limits):
+            others += [f"{limit}=null" for limit in limits if limit not in named]
+    return [*overrides, *others]
 
 
-def for_hydra(overrides: Sequence[str]) -> list[str]:
+def for_hydra(overrides: Sequence[str], command: Command[RunConfig] = PRETRAIN) -> list[str]:
     """Overrides that were checked (each run's, for a sweep), rewritten for Hydra with their lists of values."""
     parsed = [parse(text) for text in with_own_limits(overrides)]
     return [
-        p.input_line if is_hydra(p) or p.is_delete() else _rewrite(str(p.key_or_group), str(p.input_line))
+        p.input_line if is_hydra(p) or p.is_delete() else _rewrite(str(p.key_or_group), str(p.input_line), command)
         for p in parsed
     ]
 
@@ -150,10 +188,11 @@ def _locate(key: str, value: str, choices: dict[str, list[str]], command: Comman
     root: type = command.config
     if "." not in key and key not in fields_of(root):
         if key in groups(None):
-            raise ConfigError(
-                f"{key}={value}: {key} belongs to another command; lowbit {command.name} takes {command.presets}="
-                f"{' or '.join(choices[command.presets])}"
-            )
+            places = [place for place, group in command.placed if group == key]
+            takes = f"{command.presets}={' or '.join(choices[command.presets])}"
+            if places:
+                takes = " and ".join(f"{place}={value}" for place in places)
+            raise ConfigError(f"{key}={value}: {key} belongs to another command; lowbit {command.name} takes {takes}")
         best = nearest(key, [*schema_paths(root), *choices])
         if best in choices:
             raise ConfigError(

@@ -65,12 +65,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def to_yaml(config: RunConfig) -> str:
+def to_yaml(config: Any) -> str:
     """The configuration as YAML, keys in the schema's order."""
     return str(yaml.dump(plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def save_config(config: RunConfig, path: Path) -> None:
+def save_config(config: Any, path: Path) -> None:
     """Write the resolved configuration to `path`; one that is there is replaced as a whole."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(to_yaml(config), encoding="utf-8")

@@ -110,6 +110,9 @@ def unknown_key(key: str, value: str | None, section: type, prefix: str, root: t
     names = ", ".join(fields_of(section))
     where = f"{prefix.rstrip('.')} takes {names}" if prefix else f"top-level keys are {names}"
     best = nearest(key.removeprefix(prefix), fields_of(section))
+    below = [path for path in schema_paths(root) if path.count(".") == 1 and path.endswith(f".{key}")]
+    if below and not prefix:  # the very key, one section down
+        best = below[0]
     hint = f"; nearest: {prefix}{best}" if best else suggest(key, schema_paths(root))
     return ConfigError(f"{given}: there is no key {key!r}; {where}{hint}")
 

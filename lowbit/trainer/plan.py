@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lowbit.configs.schema import Recompute, RunConfig
+from lowbit.configs.schema import Recompute, RunConfig, TokenizerKind
+from lowbit.configs.validate_data import BYTE_VOCABULARY
+from lowbit.data.tokenizer import load_tokenizer
 from lowbit.models.cost import (
     LowBit,
     ParameterCount,
@@ -112,6 +114,16 @@ def plan(
         largest_micro_batch=fitting,
         kv_cache_bytes_per_token=kv_cache_bytes_per_token(config.model, compute_bytes),
     )
+
+
+def planned_vocabulary(config: RunConfig) -> int:
+    """Tokens of the run's tokenizer; a BPE that is yet to be trained has the size asked for."""
+    tokenizer = config.data.tokenizer
+    if tokenizer.kind is TokenizerKind.bytes:
+        return BYTE_VOCABULARY
+    if tokenizer.kind is TokenizerKind.bpe:
+        return tokenizer.vocab_size
+    return load_tokenizer(tokenizer.path, tokenizer.eot).vocab_size
 
 
 def low_bit_phases(config: RunConfig) -> list[LowBit]:

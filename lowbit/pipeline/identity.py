@@ -1,0 +1,84 @@
+"""Is this stage the one that was made? Its settings and inputs as digests, and where they differ, in words.
+
+Settings that do not change what a stage makes (where logs go, how often it saves, on which device it runs) are left
+out, and so are paths: what lies at them counts, the weights above all, by the SHA-256 that checkpoints carry anyway.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowbit.configs.schema import CheckpointConfig, RunConfig
+from lowbit.configs.stored import flatten, plain
+from lowbit.configs.strict import show
+from lowbit.data.tokenizer import load_tokenizer
+from lowbit.errors import CheckpointError
+from lowbit.trainer.checkpoint import CheckpointStore
+from lowbit.trainer.snapshot import read_manifest
+from lowbit.trainer.tensorfile import hash_file
+
+NOT_RESULT = (
+    "run_name", "device", "resume", "resume_allow", "init_from", "logging.", "checkpoint.", "data.cache_dir",
+    "data.prefetch", "data.pack_workers", "data.tokenizer.path", "teacher.path", "teacher.model.", "teacher.max_steps",
+    "engine.processes", "engine.rank_timeout_seconds",
+)  # fmt: skip
+"""Settings, or sections, that do not decide a stage's result; an input's path is stood for by its digest."""
+WEIGHTS = "model.safetensors"
+INPUTS = {
+    "tokenizer": "the tokenizer",
+    "data": "the documents",
+    "task": "the problems",
+    "weights": "the weights it begins from",
+}
+SHOWN = 4
+
+
+def deciding(config: RunConfig) -> dict[str, Any]:
+    """A configuration's settings that decide what the run makes, by dotted key."""
+    flat = flatten(plain(config))
+    return {key: value for key, value in flat.items() if not f"{key}.".startswith(_dotted(NOT_RESULT))}
+
+
+def _dotted(keys: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(key if key.endswith(".") else f"{key}." for key in keys)
+
+
+def weights_of(folder: Path) -> str:
+    """SHA-256 of the weights in a run's newest checkpoint, or of those of a Hugging Face folder, read and compared.
+
+    Raises CheckpointError: there are none, or they are not what was written.
+    """
+    store = CheckpointStore(folder / "checkpoints", CheckpointConfig())
+    paths = store.list()
+    if not paths:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{folder} holds no checkpoint")
+        whole = "".join(f"{file.name} {hash_file(file).sha256}\n" for file in files)
+        return hashlib.sha256(whole.encode()).hexdigest()
+    known = read_manifest(paths[-1]).files[WEIGHTS]
+    if hash_file(paths[-1] / WEIGHTS) != known:
+        raise CheckpointError(f"{paths[-1] / WEIGHTS} is not what was written: its SHA-256 differs from its manifest")
+    return known.sha256
+
+
+def tokenizer_of(folder: Path) -> str:
+    """Digest of the tokenizer in a run's folder, or in one of Hugging Face."""
+    return load_tokenizer(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder).digest
+
+
+def differences(
+    settings: tuple[Mapping[str, Any], Mapping[str, Any]], inputs: tuple[Mapping[str, str], Mapping[str, str]]
+) -> str:
+    """What changed from the first to the second of each pair, in words; empty where nothing did."""
+    was, now = settings
+    changed = [
+        f"{key} was {show(was.get(key))}, is {show(now.get(key))}"
+        for key in dict.fromkeys((*was, *now))
+        if was.get(key) != now.get(key)
+    ]
+    more = f", and {len(changed) - SHOWN} more settings" if len(changed) > SHOWN else ""
+    given, taken = inputs
+    others = [f"{INPUTS[key]} changed" for key in dict.fromkeys((*given, *taken)) if given.get(key) != taken.get(key)]
+    return ", ".join(others + changed[:SHOWN]) + more

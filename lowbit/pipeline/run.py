@@ -1,0 +1,168 @@
+"""A pipeline from configuration to table: each stage begins with the weights that the one before it left.
+
+pipeline's folder            pipeline.yaml (everything that was set), pipeline.json (what was done), run.log
+pipeline's folder/STAGE      the stage's run, as its own command leaves it: every command takes it
+
+Before a stage runs, its settings and inputs are compared with what its record in the manifest was made from:
+
+    the same, done            it is kept, and not run
+    the same, not done        it goes on where it was (the stages resume by themselves)
+    other                     refused, naming what changed; with `changed=anew` it is made in another folder beside it
+
+Refusing is the default because a stage costs hours where a slip of the hand costs a second, and because what it would
+replace is somebody's result. Nothing here deletes anything.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema_pipeline import OnChange, PipelineConfig, Stage
+from lowbit.configs.stored import save_config
+from lowbit.data.dataset import Dataset, prepare_data
+from lowbit.errors import CheckpointError, ConfigError, Interrupted, LowbitError
+from lowbit.pipeline import manifest as store
+from lowbit.pipeline.identity import deciding, differences, tokenizer_of, weights_of
+from lowbit.pipeline.manifest import Manifest, Record, State, digest
+from lowbit.pipeline.plan import require_space
+from lowbit.pipeline.stages import beginning_of, complete, in_words, inputs_of, perform, reached
+from lowbit.pipeline.table import say_end
+from lowbit.trainer.loaded import shown_path
+from lowbit.trainer.lock import RunLock
+
+logger = logging.getLogger("lowbit")
+
+Perform = Callable[[Stage, RunConfig, Path], None]
+"""What runs a stage in its folder."""
+
+
+def run(config: PipelineConfig, folder: Path, perform: Perform = perform) -> Manifest:
+    """Do every stage that is not done yet; returns what is there then.
+
+    Raises: LowbitError, one line naming the stage; Interrupted when a signal came, and the same command goes on.
+    """
+    with RunLock(folder):
+        pipeline = Pipeline(config, folder, perform)
+        save_config(config, folder / "pipeline.yaml")
+        for stage in config.stages:
+            pipeline.stage(stage)
+    say_end(config, folder, pipeline.manifest, pipeline.kept)
+    return pipeline.manifest
+
+
+class Pipeline:
+    """The stages of one folder."""
+
+    def __init__(self, config: PipelineConfig, folder: Path, perform: Perform) -> None:
+        self.config = config
+        self.folder = folder
+        self.manifest = store.read(folder)
+        self.kept: set[Stage] = set()
+        """Stages that were done before."""
+        self._perform = perform
+        self._data: dict[int, Dataset] = {}
+
+    def stage(self, stage: Stage) -> None:
+        """Do a stage, unless it is done."""
+        start = beginning_of(stage, self.config, self.folder, self.manifest)
+        run = complete(stage, self.config, start)
+        inputs = inputs_of(stage, run, start, self._documents(run) if stage is not Stage.rl else None)
+        record = self._record(stage, run, inputs)
+        if record.state is State.done:
+            logger.info("%s: done before, in %s", stage, shown_path(self.folder / record.folder))
+            self.kept.add(stage)
+            return
+        place = self.folder / record.folder
+        require_space(stage, run, place)
+        logger.info("%s: %s, in %s", stage, record.precision, shown_path(place))
+        self._write(stage, record)
+        with self._recording(stage, record):
+            self._perform(stage, run, place)
+
+    def _documents(self, run: RunConfig) -> Dataset:
+        """The data of a stage, packed once for all stages that cut them alike."""
+        if run.data.sequence_length not in self._data:
+            self._data[run.data.sequence_length] = prepare_data(run.data, logger.info)
+        return self._data[run.data.sequence_length]
+
+    def _record(self, stage: Stage, run: RunConfig, inputs: dict[str, str]) -> Record:
+        """The stage's record: the one that is there if it was made from the same, else a new one."""
+        settings = deciding(run)
+        fresh = Record(stage.value, State.running, settings, digest(settings), inputs, in_words(stage, run))
+        found = self.manifest.stages.get(stage)
+        if found is None:
+            return self._in_free_folder(fresh)
+        place = self.folder / found.folder
+        why = differences((found.settings, settings), (found.inputs, inputs))
+        if not why and found.state is State.done:
+            if not place.is_dir():
+                logger.warning("%s: %s is gone, so the stage is done again", stage, shown_path(place))
+                return replace(found, state=State.running, outputs={}, reached={}, seconds=0.0)
+            why = _changed_outputs(found, place)
+        if not why:
+            return found if found.state is State.done else replace(found, state=State.running, error="")
+        if self.config.changed is OnChange.anew:
+            made = self._in_free_folder(fresh)
+            logger.info("%s: %s; made anew in %s, %s stays", stage, why, made.folder, found.folder)
+            return made
+        raise ConfigError(
+            f"{stage} in {shown_path(place)} was {'made' if found.state is State.done else 'begun'} otherwise: {why}. "
+            f"Take that back; or choose another run_name; or add changed=anew, which makes {stage} and what "
+            "follows anew in folders beside it"
+        )
+
+    def _in_free_folder(self, record: Record) -> Record:
+        """The record with the first name that nobody has used: distill, distill-2, ..."""
+        name, number = record.folder, 1
+        while record.folder in self.manifest.folders() or (self.folder / record.folder).exists():
+            number += 1
+            record = replace(record, folder=f"{name}-{number}")
+        return record
+
+    def _write(self, stage: Stage, record: Record) -> None:
+        self.manifest = self.manifest.with_record(stage, record)
+        store.write(self.folder, self.manifest)
+
+    def _note(self, stage: Stage, record: Record) -> None:
+        """Write down how a stage ended while its own error is on the way; that one matters more than another here."""
+        try:
+            self._write(stage, record)
+        except LowbitError as error:
+            logger.error("%s", error)
+
+    @contextmanager
+    def _recording(self, stage: Stage, record: Record) -> Iterator[None]:
+        """Write down how a stage ended; what it raises goes on, with the stage's name."""
+        started = time.monotonic()
+
+        def ended(state: State, error: str = "") -> Record:
+            return replace(record, state=state, seconds=record.seconds + time.monotonic() - started, error=error)
+
+        try:
+            yield
+        except (KeyboardInterrupt, Interrupted) as error:
+            self._note(stage, ended(State.interrupted))
+            said = f" ({error})" if str(error) else ""
+            raise Interrupted(f"interrupted in {stage}{said}; the same command goes on there") from None
+        except LowbitError as error:
+            self._note(stage, ended(State.failed, str(error)))
+            raise type(error)(f"{stage}: {error}") from error
+        except Exception as error:
+            self._note(stage, ended(State.failed, f"{type(error).__name__}: {error}"))
+            raise
+        place = self.folder / record.folder
+        outputs = {"weights": weights_of(place), "tokenizer": tokenizer_of(place)}
+        self._write(stage, replace(ended(State.done), outputs=outputs, reached=reached(stage, place)))
+
+
+def _changed_outputs(record: Record, place: Path) -> str:
+    """In words, if what a stage left is not there any more; else nothing."""
+    try:
+        same = weights_of(place) == record.outputs["weights"]
+    except CheckpointError as error:
+        return f"its weights are gone ({error})"
+    return "" if same else "its newest checkpoint is not the one that the pipeline left there"
