@@ -75,7 +75,9 @@ def test_the_readmes_commands(tmp_path: Path) -> None:
     assert "resumed at step" in output("pretrain preset=quick run_name=first", 1)
     assert (tmp_path / "first.png").read_bytes().startswith(b"\x89PNG")
     table = output("pretrain preset=quick run_name=sweep").splitlines()
-    assert table[-3].split()[-1] == "optim.lr" and [row.split()[0] for row in table[-2:]] == ["0", "1"]
+    assert table[-5].split()[-1] == "optim.lr" and [row.split()[0] for row in table[-4:-2]] == ["0", "1"]
+    assert all((tmp_path / line.split(": ")[1]).is_file() for line in table[-2:]), table[-2:]
+    assert (tmp_path / "first.html").read_text().startswith("<!DOCTYPE html>")
     assert "held-out greedy accuracy" in output("rl")
     assert "parameters" in output("plan") and "torch" in output("doctor")
 

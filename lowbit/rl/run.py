@@ -341,6 +341,9 @@ class Reinforcement(TaskRun):
         save_config(self.rl, self.run_dir / "rl.yaml")
         return super()._fill_folder(position)
 
+    def _precision_reports(self) -> list[dict[str, Any]]:
+        return self.precision.reports(sampler=True)
+
     def _own_state(self) -> dict[str, Any]:
         states = self.ranks.gather(cast(RolloutLoader, self.loader).state())
         return {"rl": {"ranks": states, "first_accuracy": self.first_accuracy}}

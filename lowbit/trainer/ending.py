@@ -12,6 +12,7 @@ from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.console import duration
+from lowbit.trainer.jsonl import keep_rows_until, to_line
 from lowbit.trainer.loaded import shown_path
 from lowbit.trainer.loop import Position
 
@@ -27,6 +28,14 @@ def sample_text(model: Transformer, tokenizer: Tokenizer, settings: EvalConfig) 
     [[completion]] = sampler.sample([request], SamplingConfig(temperature=0.8, top_p=0.95), seed=1)
     whole = tokenizer.decode([*prompt, *completion.tokens])  # a token's text may depend on the one before it
     return settings.sample_prompt + whole[len(tokenizer.decode(prompt)) :]
+
+
+def keep_sample(run_dir: Path, step: int, prompt: str, sample: str) -> None:
+    """Put a sample, which begins with its prompt, into samples.jsonl, in place of one of the same step."""
+    path = run_dir / "samples.jsonl"
+    keep_rows_until(path, step - 1)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(to_line({"step": step, "prompt": prompt, "turns": [sample.removeprefix(prompt)]}))
 
 
 def say_result(run_dir: Path, bpb: float, trigram_bpb: float, sample: str) -> None:

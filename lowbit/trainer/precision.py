@@ -164,6 +164,20 @@ class RunPrecision:
         later = _later(self.policy, self.report, self.model, self.chooser, self._plain)
         return describe_precision(self.config, self.policy, self.report, later)
 
+    def reports(self, sampler: bool = False) -> list[dict[str, Any]]:
+        """For `precision.json`: what layers get from the start and after each switch, as plain values, each with
+        `when` and `change`; with `sampler` also the forward that is sampled from."""
+        later = _later(self.policy, self.report, self.model, self.chooser, self._plain)
+        found = [{"when": "from the start", "change": ""} | self.report.as_dict()]
+        for switch, then in zip(self.policy.switches, later, strict=True):
+            found.append({"when": switch.when, "change": switch.label} | then.as_dict())
+        if sampler:
+            stage = self.policy.phases(Stage.sampler)[0]
+            got = _report_of(stage, self.report, self.model, self.chooser, self._plain).as_dict()
+            rows = [row | {"runs": "", "backend": ""} for row in got["rows"] if row["product"] == "fprop"]
+            found.append({"when": "the sampler", "change": ""} | got | {"rows": rows, "remarks": []})
+        return found
+
     def _allow_graphs(self) -> None:
         """Let the compiler make what the run needs of one block's code. With `fullgraph` it fails at its limit, 8."""
         layers = candidates(self.model)

@@ -1,9 +1,10 @@
 """A pretraining run from configuration to result: data, model, engine, checkpoint, loop, final words.
 
 `pretrain` is what `lowbit pretrain` calls, in every process of the job. Everything a run leaves is in its folder, which
-rank 0 alone writes: config.yaml, metrics.jsonl, run.log, tokenizer/, checkpoints/.
+rank 0 alone writes: config.yaml, precision.json, metrics.jsonl, samples.jsonl, run.log, tokenizer/, checkpoints/.
 """
 
+import json
 import logging
 import math
 import platform
@@ -31,7 +32,7 @@ from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
 from lowbit.trainer.console import Console
 from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.ema import Ema
-from lowbit.trainer.ending import sample_text, say_finished, say_result
+from lowbit.trainer.ending import keep_sample, sample_text, say_finished, say_result
 from lowbit.trainer.engine import Engine, LocalEngine
 from lowbit.trainer.evaluate import Evaluation, evaluate
 from lowbit.trainer.guard import require_finite
@@ -244,7 +245,13 @@ class Pretraining:
     def _fill_folder(self, position: Position) -> MetricsLog:
         save_config(with_absolute_paths(self.config), self.run_dir / "config.yaml")
         self.data.tokenizer.save(self.run_dir / "tokenizer")
+        text = json.dumps(self._precision_reports(), indent=1) + "\n"
+        (self.run_dir / "precision.json").write_text(text, encoding="utf-8")
         return MetricsLog(self.run_dir, self.config.logging, asdict(self.config), after_step=position.step)
+
+    def _precision_reports(self) -> list[dict[str, Any]]:
+        """What precision.json says."""
+        return self.precision.reports()
 
     def _make_objective(self) -> Objective:
         return NextToken(self.config.optim.z_loss)
@@ -418,6 +425,8 @@ class Pretraining:
         trigram = self.ranks.first_does(self.data.trigram_bpb)
         if trigram is None:
             return RunResult(self.run_dir, position.step, position.tokens, self._final_bpb, math.nan, "")
+        if sample:
+            keep_sample(self.run_dir, position.step, self.config.evaluation.sample_prompt, sample)
         say_result(self.run_dir, self._final_bpb, trigram, sample)
         return RunResult(self.run_dir, position.step, position.tokens, self._final_bpb, trigram, sample)
 

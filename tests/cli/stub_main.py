@@ -29,11 +29,11 @@ def pretrain(config: RunConfig, run_dir: Path) -> None:
         raise KeyboardInterrupt
 
 
-def comparison_table(run_dirs: list[Path]) -> str:
-    return "table: " + " ".join(d.name for d in run_dirs)
+def sweep_report(sweep_dir: Path, run_dirs: list[Path]) -> list[str]:
+    return ["table: " + " ".join(d.name for d in run_dirs)] if run_dirs else []
 
 
-for name, function in (("lowbit.trainer.run", pretrain), ("lowbit.trainer.report", comparison_table)):
+for name, function in (("lowbit.trainer.run", pretrain), ("lowbit.trainer.report", sweep_report)):
     module = types.ModuleType(name)
     setattr(module, function.__name__, function)
     sys.modules[name] = module

@@ -1,0 +1,103 @@
+"""Runs side by side: where each got to, and the settings in which they differ; as cells, and as a table of text."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowbit.trainer.console import duration
+from lowbit.trainer.report.read import Run, read_runs
+
+NOT_SETTINGS = ("run_name", "resume", "resume_allow", "logging.", "checkpoint.")
+"""Settings that do not make a run another experiment; not compared."""
+
+QUALITY: tuple[tuple[str, str, Callable[[Run], float | None]], ...] = (
+    ("loss", ".4f", lambda run: run.last("loss")),
+    ("kl", ".4f", lambda run: run.last("kl")),
+    ("best val_bpb", ".4f", lambda run: _extreme(run, "val_bpb", np.min)),
+    ("last val_bpb", ".4f", lambda run: run.last("val_bpb")),
+    ("reward", ".3f", lambda run: run.last("reward")),
+    ("best accuracy", ".1%", lambda run: _extreme(run, "val_accuracy", np.max)),
+    ("last accuracy", ".1%", lambda run: run.last("val_accuracy")),
+)
+"""Columns of what was reached: heading, format, value. Those that no run has are left out."""
+
+
+def _extreme(run: Run, key: str, of: Callable[[Any], Any]) -> float | None:
+    values = run.values(key)
+    return float(of(values)) if len(values) else None
+
+
+def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Headings and a row of cells for each run: how far it came, what it reached, how fast."""
+    reached = [(name, form, [value(run) for run in runs]) for name, form, value in QUALITY]
+    reached = [column for column in reached if any(value is not None for value in column[2])]
+    header = ["run", "steps", "tokens", *(name for name, _, _ in reached), "tokens/s", "time"]
+    rows = []
+    for i, run in enumerate(runs):
+        speeds, seconds = run.values("tokens_per_second"), run.last("seconds")
+        rows.append(
+            [
+                run.name,
+                _number(run.last("step"), ",.0f"),
+                _number(run.last("tokens"), ",.0f"),
+                *(_number(values[i], form) for _, form, values in reached),
+                _number(float(np.median(speeds)) if len(speeds) else None, ",.0f"),
+                "-" if seconds is None else duration(seconds),
+            ]
+        )
+    return header, rows
+
+
+def differing_settings(runs: Sequence[Run]) -> list[str]:
+    """Keys whose values are not the same in all runs that have a configuration, in the schema's order."""
+    configured = [run.settings for run in runs if run.settings]
+    keys = dict.fromkeys(key for settings in configured for key in settings)
+    return [
+        key
+        for key in keys
+        if not key.startswith(NOT_SETTINGS)
+        and len({setting_text(settings.get(key, "-")) for settings in configured}) > 1
+    ]
+
+
+def comparison_table(paths: Sequence[Path]) -> str:
+    """A table, one line a run: steps, tokens, losses, speed, time, and the settings in which the runs differ.
+
+    `paths` are folders of runs, or of sweeps.
+    """
+    return text_table(read_runs(paths))
+
+
+def text_table(runs: Sequence[Run]) -> str:
+    """The same of runs that have been read."""
+    header, rows = summary(runs)
+    differing = differing_settings(runs)
+    cells = [
+        row + [setting_text(run.settings.get(key, "-")) for key in differing]
+        for row, run in zip(rows, runs, strict=True)
+    ]
+    return _aligned([header + differing, *cells], len(header))
+
+
+def _aligned(lines: Sequence[Sequence[str]], numbers: int) -> str:
+    """Columns padded to equal width: names and settings to the left, numbers between them to the right."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    padded = (
+        "  ".join(
+            cell.rjust(width) if 0 < column < numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+    return "\n".join(line.rstrip() for line in padded)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def setting_text(value: Any) -> str:
+    """A setting's value, as short as it can be said."""
+    return format(value, "g") if isinstance(value, float) else str(value)
