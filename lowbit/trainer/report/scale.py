@@ -98,7 +98,7 @@ def axis_of(values: Floats, log: bool | None = None, padded: bool = True) -> Axi
         room = (high / low) ** 0.04 if high > low else 2.0
         return Axis(low / room, high * room, log=True)
     room = 0.04 * (high - low) if padded else 0.0
-    if high == low:
+    if high - low <= 1e-12 * max(abs(high), abs(low)):  # all the same, but for what floats cannot tell apart
         room = abs(high) / 2 or 0.5
     return Axis(0.0 if low >= 0 > low - room else low - room, high + room)
 
