@@ -94,8 +94,8 @@ def axis_of(values: Floats, log: bool | None = None, padded: bool = True) -> Axi
     low, high = float(values.min()), float(values.max())
     if log is None:
         log = low > 0 and high / low >= LOG_FROM
-    if log and low > 0:
-        room = (high / low) ** 0.04 if high > low else 2.0
+    if log and low > 0 and high / low > 1.001:
+        room = (high / low) ** 0.04
         return Axis(low / room, high * room, log=True)
     room = 0.04 * (high - low) if padded else 0.0
     if high - low <= 1e-12 * max(abs(high), abs(low)):  # all the same, but for what floats cannot tell apart
