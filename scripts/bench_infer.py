@@ -27,6 +27,7 @@ from measure import Row, print_table, wall_seconds, write
 
 from lowbit.configs.schema import ModelConfig, PrecisionConfig
 from lowbit.infer.embedded import EmbeddedSampler
+from lowbit.infer.kernels import PACKED_ROWS
 from lowbit.infer.kv_codec import KvCodec, KvFormat
 from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
@@ -43,7 +44,6 @@ SHAPES = {
     "small": ModelConfig(name="small", layers=2, width=128, heads=2, kv_heads=1, mlp_width=256, max_sequence=256),
 }
 WEIGHT_BITS = {"bf16": 16.0, "nvfp4_w4a16": 4.5, "mxfp8_w8a16": 8.25, "fp8_w8a16": 8.0, "fp8_row": 8.0}
-MOST_PACKED_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def floor_seconds(config: ModelConfig, load: Load, precision: str, kv_bytes: flo
     parts = parameter_parts(config, VOCAB)
     head = VOCAB * config.width
     bits = WEIGHT_BITS[precision]
-    if precision.endswith("a16") and load.rows > MOST_PACKED_ROWS:
+    if precision.endswith("a16") and load.rows > PACKED_ROWS:
         bits = 16.0
     weights = parts.hidden_matrices * bits / 8 + head * 2
     flops = 2 * (parts.hidden_matrices + head) * load.rows

@@ -1,7 +1,7 @@
 """Weights that stay packed while a sampler decodes: fewer bytes to read at few rows.
 
 A weight-only layer (`nvfp4_w4a16`, `mxfp8_w8a16`, `fp8_w8a16`) in BF16 on a GPU holds its weight twice: as codes and
-scales for up to MOST_ROWS rows, where reading it is all the work, and as the BF16 numbers that they stand for, for
+scales for up to 16 rows, where reading it is all the work, and as the BF16 numbers that they stand for, for
 more rows (a prefill), where multiplying is. Both are the same numbers: what changes at the border is the order of sums.
 
 A layer takes part whose kernel passes its check on this device; otherwise a warning names it and the BF16 copy serves
@@ -30,11 +30,8 @@ from lowbit.quant.spec import Outer, QuantSpec, Scale
 
 logger = logging.getLogger("lowbit")
 
-MOST_ROWS = 128
 WIDTH = 1024
 """Of the check's product: wide enough to be split."""
-MULTIPLE = 128
-"""Of in_features: what the kernel reads at once."""
 
 
 def takes(spec: QuantSpec | None) -> bool:
@@ -90,7 +87,7 @@ class PackedLinear(LowbitLinear):
         """x [rows, in] -> [rows, out] by a weight in both forms: the packed one for few rows."""
         spec = self.policy.fprop.right.spec
         assert spec is not None
-        if 0 < x.shape[0] <= MOST_ROWS:
+        if 0 < x.shape[0] <= kernels.PACKED_ROWS:
             return product(x, data, scales, after, spec)
         y = F.linear(x, dense)
         return y if after is None or y.numel() == 0 else scaled(y, after)
@@ -119,7 +116,11 @@ def pack_layers(model: Transformer) -> int:
         return 0
     exchanged = 0
     for name, layer in candidates(model).items():
-        if not isinstance(layer, LowbitLinear) or not weight_only(layer.policy) or layer.in_features % MULTIPLE:
+        if (
+            not isinstance(layer, LowbitLinear)
+            or not weight_only(layer.policy)
+            or layer.in_features % kernels.PACKED_MULTIPLE
+        ):
             continue
         spec = layer.policy.fprop.right.spec
         if layer.retained is not None or layer.choice is not None or spec is None or wrong(spec, device) is not None:
@@ -146,7 +147,10 @@ def wrong(spec: QuantSpec, device: torch.device) -> str | None:
     sent = [None if t is None else t.to(device) for t in (packed.data.view(torch.uint8), scales, after)]
     why = None
     try:
-        for x in (torch.eye(WIDTH)[:128], torch.randn(5, WIDTH, generator=generator)):
+        for x in (
+            *torch.split(torch.eye(WIDTH)[:128], kernels.PACKED_ROWS),
+            torch.randn(5, WIDTH, generator=generator),
+        ):
             given = x.to(device, torch.bfloat16)
             assert sent[0] is not None
             got = product(given, sent[0], sent[1], sent[2], spec).float().cpu()

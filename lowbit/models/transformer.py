@@ -19,6 +19,7 @@ they measured adds up in `take_measured`.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,10 @@ from lowbit.models.visibility import Visibility
 
 SMALL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down.weight", "mlp.shared.down.weight")
 """The projections that write into the residual stream."""
+AS_WRITTEN: dict[str, str | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+"""Compiled code rounds to BF16 where the model as written does, and gives its bits. Left to itself the compiler keeps
+FP32 between the operations that it joins: more exact, but another number, which a quantiser behind it turns into
+another code now and then, and after a few layers a sampler and a trainer are as far apart as their format is coarse."""
 
 
 def check_model(config: ModelConfig, vocab_size: int) -> None:
@@ -214,7 +219,7 @@ class Transformer(nn.Module):
         torch.compiler.reset()
         for block in self.blocks:
             whole = not any(isinstance(module, Moe) and module.spread is not None for module in block.modules())
-            block.compile(fullgraph=whole, dynamic=False)
+            block.compile(fullgraph=whole, dynamic=False, options=AS_WRITTEN)
 
     def set_recompute(self, recompute: Recompute) -> None:
         """What the backward pass recomputes, from now on."""

@@ -27,7 +27,7 @@ from lowbit.comm.deepspeed import load_deepspeed, zero_config
 from lowbit.configs.schema import CommKind, RunConfig
 from lowbit.data.batch import Batch
 from lowbit.models.block import Block
-from lowbit.models.transformer import Transformer
+from lowbit.models.transformer import AS_WRITTEN, Transformer
 from lowbit.trainer.arrivals import Arrivals
 from lowbit.trainer.client_optimizer import ClientOptimizer
 from lowbit.trainer.distributed import Ranks
@@ -117,7 +117,7 @@ class DeepSpeedEngine:
         deepspeed.utils.set_z3_leaf_modules(self.model, [Block])
         if compiled:
             for block in self.model.blocks:
-                block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+                block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, options=AS_WRITTEN)
 
     def _lay_out(self) -> Shards:
         if self.stage == 0:

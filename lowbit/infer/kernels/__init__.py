@@ -10,6 +10,10 @@ from torch import Tensor
 
 Memory = tuple[Tensor, Tensor, Tensor, Tensor]
 """Keys, values [places, Hkv, D] and their scales [places, Hkv] of one layer."""
+PACKED_ROWS = 16
+"""Most rows of x that `packed_product` takes. With more, a BF16 copy of the weight is multiplied as fast."""
+PACKED_MULTIPLE = 128
+"""What `packed_product` wants the width of x to be a multiple of."""
 
 if TYPE_CHECKING or torch.version.cuda is not None:
     from lowbit.infer.kernels.attention import decode, store
@@ -31,6 +35,8 @@ def handles(keys: Tensor) -> bool:
 
 
 __all__ = [
+    "PACKED_MULTIPLE",
+    "PACKED_ROWS",
     "Memory",
     "decode",
     "handles",

@@ -7,6 +7,10 @@ puts the pieces together by their logsumexp:
 
     o = sum_i exp(l_i - l) o_i,   l = log sum_i exp(l_i)                 (Flash-Decoding, T. Dao et al., 2023)
 
+Probabilities are rounded to BF16 relative to the greatest score so far, which depends on how many keys are looked at
+together: as many here as in FlexAttention's kernel on Hopper (TILE), and in powers of two as there, so that a trainer
+and a sampler whose products quantise what comes next do not part at once.
+
 Pieces are cut at fixed places, so a row's result is the same sum whatever else is in the batch, and the grid depends on
 the width of the table alone, so it can be part of a CUDA graph; programs beyond a row's end return at once.
 
@@ -25,6 +29,7 @@ Memory = tuple[Tensor, Tensor, Tensor, Tensor]
 
 CHUNK = 256
 """Tokens of a piece."""
+LOG2_E = tl.constexpr(1.44269504)
 
 
 @triton.jit
@@ -94,18 +99,19 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((PADDED,), tl.float32)
     out = tl.zeros((PADDED, D), tl.float32)
     for at in range(begin, end, TILE):
-        block = tl.load(table + row * table_row + at // BLOCK)
-        place = (block * BLOCK + at % BLOCK + inside) * HEADS + head
-        seen = (at + inside < length) & (at + inside >= first)
+        here = at + inside
+        seen = (here < length) & (here >= first)
+        block = tl.load(table + row * table_row + here // BLOCK, mask=here < length, other=0)
+        place = (block * BLOCK + here % BLOCK) * HEADS + head
         key = tl.load(keys + place[None, :] * D + d[:, None], mask=seen[None, :], other=0.0)
         score = tl.dot(query, key.to(tl.float32).to(query.dtype), input_precision="ieee") * scale
         if SCALED:
             score = score * tl.load(key_scales + place, mask=seen, other=0.0)[None, :]
-        score = tl.where(seen[None, :], score, float("-inf"))
+        score = tl.where(seen[None, :], score * LOG2_E, float("-inf"))
         now = tl.maximum(most, tl.max(score, axis=1))
         safe = tl.where(now == float("-inf"), 0.0, now)
-        p = tl.exp(score - safe[:, None])
-        shrink = tl.exp(most - safe)
+        p = tl.exp2(score - safe[:, None])
+        shrink = tl.exp2(most - safe)
         total = total * shrink + tl.sum(p, axis=1)
         if SCALED:
             p = p * tl.load(value_scales + place, mask=seen, other=0.0)[None, :]
@@ -116,7 +122,7 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     line = (row * HEADS + head) * GROUP + group  # query heads, in order
     kept = group < GROUP
     tl.store(partial + (line * PIECES + piece)[:, None] * D + d[None, :], out / total[:, None], mask=kept[:, None])
-    tl.store(logsums + line * PIECES + piece, most + tl.log(total), mask=kept)
+    tl.store(logsums + line * PIECES + piece, most / LOG2_E + tl.log(total), mask=kept)
 
 
 @triton.jit
@@ -166,7 +172,7 @@ def decode(
         q, keys, values, key_scales, value_scales, table, start, partial, logsums,
         q.stride(0), q.stride(1), table.stride(0), start.stride(0), 1 / math.sqrt(dim),
         HEADS=shared, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), D=dim, BLOCK=block,
-        TILE=min(block, 64), CHUNK=CHUNK, PIECES=pieces, WINDOW=window, SCALED=largest is not None,
+        TILE=128 if dim <= 64 else 64, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, SCALED=largest is not None,
         num_warps=4,
     )  # fmt: skip
     _join_kernel[(rows, heads)](
