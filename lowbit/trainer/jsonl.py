@@ -52,6 +52,11 @@ def _parsed(text: str) -> Any:
         return None
 
 
+def last_step(path: Path) -> int:
+    """The last step that a file of rows has; 0 without any."""
+    return max((row["step"] for row in read_rows(path) if isinstance(row.get("step"), int)), default=0)
+
+
 def keep_rows_until(path: Path, step: int) -> None:
     """Drop the rows of steps after `step`, and damaged lines: what a run left that then went back to `step`.
 
