@@ -159,7 +159,8 @@ def test_whole_runs_equal_one_process(tmp_path: Path, backend: str) -> None:
         same(tmp_path / "one", tmp_path / f"stage{stage}")
     assert all(outcomes(e) == outcomes(all_ended[0]) for e in all_ended)
     written = {p.name for p in (tmp_path / "stage1").iterdir()}
-    assert written == {"checkpoints", "config.yaml", "metrics.jsonl", "precision.json", "run.log", "tokenizer"}
+    files = {"checkpoints", "config.yaml", "metrics.jsonl", "precision.json", "run.log", "samples.jsonl", "tokenizer"}
+    assert written == files
     assert "comm/gradient_bytes" in tiny_runs.rows(tmp_path / "stage1")[0]
 
 

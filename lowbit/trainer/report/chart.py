@@ -61,6 +61,15 @@ class Chart:
     legend: Sequence[tuple[str, int, int]] = ()
     """Its own legend, where the page's is not enough: texts, colours, dashes."""
 
+    @property
+    def constant(self) -> float | None:
+        """The only value that it would show, of two points and more."""
+        values = [curve.y for curve in self.curves if len(curve.y)]
+        if sum(map(len, values)) < 2:
+            return None
+        first = float(values[0][0])
+        return first if all(np.all(y == first) for y in values) else None
+
 
 def draw_chart(chart: Chart, columns: int) -> Html:
     """A figure. `columns`: into how many parts long curves are thinned."""

@@ -26,11 +26,14 @@ from lowbit.trainer.report.curves import (
 )
 from lowbit.trainer.report.html import Html, join, tag
 from lowbit.trainer.report.read import Run, failed_jobs, read_runs
+from lowbit.trainer.report.scale import short
 
 POINTS = 110_000
 """Points of all curves of a page, about: seven bytes each."""
 COLUMNS = 360
 """Parts that a curve is thinned to at most: the units of a chart's width."""
+ALWAYS = ("quality",)
+"""Parts in which what never changes is drawn too; elsewhere it is said."""
 ABSENT = {
     "error": "format error (precision.statistics.every_steps=N measures it)",
     "mismatch": "sampler against trainer (lowbit rl)",
@@ -151,7 +154,11 @@ def _sections(view: View) -> list[tuple[str, str, Html]]:
     found = []
     for section in (*SECTIONS, OTHER):
         pieces = [make[section.name]() for make in (before, after) if section.name in make]
-        content = join([pieces[0] if section.name in before else "", grid_of(charts[section.name], columns)])
+        drawn = charts[section.name]
+        drawn = [chart for chart in drawn if chart.constant is None or section.name in ALWAYS]
+        words = "; ".join(f"{c.title} {short(c.constant)}" for c in charts[section.name] if c not in drawn)
+        constant = tag("p", f"The same all the time: {words}.", cls="soft") if words else None
+        content = join([pieces[0] if section.name in before else "", grid_of(drawn, columns), constant])
         content = join([content, pieces[-1]]) if section.name in after else content
         if content:
             found.append((section.name, section.title, content))
