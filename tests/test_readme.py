@@ -1,18 +1,16 @@
 """What the documentation tells a reader to type works, and what it links to is there.
 
-The README marks one block: its commands run here as they stand, in order, as real processes without a shell, in an
-empty folder. Every other `lowbit ...` in the documentation must at least be accepted: its options by the command line's
+The README marks one block: its commands run here as they stand, in order, as processes without a shell, in an empty
+folder. Every other `lowbit ...` in the documentation must at least be accepted: its options by the command line's
 own parser, its settings by composition and validation.
 """
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import typer
 
@@ -56,12 +54,10 @@ COMMANDS = sorted({command for page in PAGES for command in mentioned(page.read_
 def test_the_readmes_commands(tmp_path: Path) -> None:
     commands = marked_block()
     assert len(commands) >= 8 and all(command[0] == "lowbit" for command in commands)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     printed: dict[str, str] = {}
-    for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+    for index, command in enumerate(commands):
+        fresh = index == 0  # this one with all the imports of its own
+        done = forked.run(["-m", *command], tmp_path, {"COLUMNS": "100"}, timeout=800, fresh=fresh)
         assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
         printed[shlex.join(command[1:])] = done.stdout
 

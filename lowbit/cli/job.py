@@ -77,10 +77,10 @@ PRETRAINING = Task()
 
 def checked(overrides: Sequence[str], task: Task = PRETRAINING) -> RunConfig:
     """The configuration of one run, composed and validated. Raises ConfigError."""
-    from lowbit.trainer.precision import check_precision
-
     config = compose_for(task.command, overrides)
     task.check(config)
+    from lowbit.trainer.precision import check_precision  # PyTorch, which most mistakes need not wait for
+
     for run in task.runs(config):
         check_precision(run)
     if task.joined:

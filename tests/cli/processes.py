@@ -1,12 +1,11 @@
-"""Run the command line in real processes, a few at a time, since each costs more than half a second."""
+"""Run the command line in processes of its own, two at a time."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import forked
 
 STUB = Path(__file__).parent / "stub_main.py"
 
@@ -21,23 +20,23 @@ class Ended:
 
 
 def lowbit(
-    arguments: Sequence[str], cwd: Path, *, stub: bool = False, environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    cwd: Path,
+    *,
+    stub: bool = False,
+    fresh: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> Ended:
-    """`lowbit ARGUMENTS` in `cwd`; with `stub`, behind a trainer that does nothing (stub_main.py)."""
+    """`lowbit ARGUMENTS` in `cwd`; with `stub`, behind a trainer that does nothing (stub_main.py).
+
+    fresh: with all the imports of its own, as a user's is.
+    """
     start = [str(STUB)] if stub else ["-m", "lowbit"]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, *start, *arguments],
-        cwd=cwd,
-        env=env | {"COLUMNS": "100"} | dict(environment or {}),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = forked.run([*start, *arguments], cwd, {"COLUMNS": "100"} | dict(environment or {}), fresh=fresh)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def together(cases: Sequence[Sequence[str]], cwd: Path, *, stub: bool = False) -> list[Ended]:
+def together(cases: Sequence[Sequence[str]], cwd: Path, *, stub: bool = False, fresh: bool = False) -> list[Ended]:
     """All of `cases`, two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda arguments: lowbit(arguments, cwd, stub=stub), cases))
+        return list(pool.map(lambda arguments: lowbit(arguments, cwd, stub=stub, fresh=fresh), cases))

@@ -1,6 +1,6 @@
 """The command line with a trainer that does nothing but end as its seed says, to test everything around the trainer.
 
-Run as a script by tests/cli/test_jobs.py. PyTorch is not imported, so a process costs a fraction of a second.
+Run as a script by tests/cli/test_jobs.py.
 """
 
 import sys

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 SMALL = [
@@ -29,11 +30,7 @@ SMALL = [
 
 
 def lowbit(cwd: Path, *arguments: str) -> tuple[int, str, str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "lowbit", "distill", *arguments]
-    done = subprocess.run(
-        command, cwd=cwd, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250
-    )
+    done = forked.run(["-m", "lowbit", "distill", *arguments], cwd)
     return done.returncode, done.stdout, done.stderr
 
 

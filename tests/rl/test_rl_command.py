@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+import ranks
 
 from lowbit.configs.compose import compose_for
 from lowbit.configs.overrides import RL, groups
@@ -22,12 +22,8 @@ from lowbit.quant.stages import resolve
 QUICK = ["rl=quick", "device=cpu", "logging.every_steps=1", "task.examine=16", "deterministic=true"]
 
 
-def lowbit(cwd: Path, *arguments: str, timeout: float = 200) -> tuple[int, str, str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, "-m", "lowbit", *arguments],
-        cwd=cwd, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
+def lowbit(cwd: Path, *arguments: str) -> tuple[int, str, str]:
+    done = forked.run(["-m", "lowbit", *arguments], cwd)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -67,10 +63,14 @@ def test_killed_and_resumed_is_the_run_in_one_piece(tmp_path: Path) -> None:
     code, _, err = lowbit(tmp_path, "rl", *settings, "run_name=whole")
     assert code == 0, err
     killed = tmp_path / "runs" / "killed"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lowbit", "rl", *settings, "run_name=killed"],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    process = forked.start(
+        ["-m", "lowbit", "rl", *settings, "run_name=killed"],
+        tmp_path,
+        os.environ,
+        tmp_path / "out",
+        tmp_path / "err",
+        start_new_session=True,
+    )
     deadline = time.monotonic() + 150
     while time.monotonic() < deadline and not (killed / "checkpoints" / "step_00000010").is_dir():
         time.sleep(0.02)
@@ -91,14 +91,10 @@ def test_killed_and_resumed_is_the_run_in_one_piece(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_two_ranks_of_deepspeed(tmp_path: Path, stage: int) -> None:
-    """torchrun: each rank draws half of the groups; sampler and trainer agree, and the numbers are those of one."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    """Each rank draws half of the groups; sampler and trainer agree, and the numbers are those of one process."""
     settings = [*QUICK, "engine=deepspeed", f"engine.zero_stage={stage}", "batch.micro_batch=32", "max_steps=3"]
-    done = subprocess.run(
-        [*launch, "-m", "lowbit", "rl", *settings, "run_name=two"],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=550,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    for ended in ranks.run(2, ["-m", "lowbit", "rl", *settings, "run_name=two"], tmp_path):
+        assert ended.code == 0, ended.err[-3000:]
     code, _, err = lowbit(tmp_path, "rl", *QUICK, "batch.micro_batch=32", "max_steps=3", "run_name=one")
     assert code == 0, err
     one, two = (rows(tmp_path / "runs" / name) for name in ("one", "two"))

@@ -1,17 +1,17 @@
-"""Start real processes as the ranks of a job, the way a launcher does but without its overhead, and collect them."""
+"""Start processes as the ranks of a job, the way a launcher does but without its overhead, and collect them."""
 
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WORKER = Path(__file__).parent / "worker.py"
+import forked
+
+WORKER = Path(__file__).parent / "dist" / "worker.py"
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,28 +41,27 @@ def environment(rank: int, world: int, port: int, node_size: int) -> dict[str, s
     The tests' folder is on the path, for `tiny_runs`.
     """
     clean = {k: v for k, v in os.environ.items() if k not in VARIABLES and not k.startswith("TORCHELASTIC")}
-    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(WORKER.parent.parent), clean.get("PYTHONPATH")]))
+    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), clean.get("PYTHONPATH")]))
     values = (str(rank), str(world), str(rank % node_size), str(node_size), "127.0.0.1", str(port))
     return clean | dict(zip(VARIABLES, values, strict=True)) | {"OMP_NUM_THREADS": "1"}
 
 
-def start(world: int, arguments: list[str], folder: Path, node_size: int = 0) -> list[subprocess.Popen[str]]:
+def start(world: int, arguments: list[str], folder: Path, node_size: int = 0) -> list[forked.Process]:
     """Start `python ARGUMENTS` as each of `world` ranks in `folder`; `node_size` 0: on one machine."""
     port = free_port()
     return [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env=environment(rank, world, port, node_size or world),
-            stdout=(folder / f"out{rank}").open("w"),
-            stderr=(folder / f"err{rank}").open("w"),
-            text=True,
+        forked.start(
+            arguments,
+            folder,
+            environment(rank, world, port, node_size or world),
+            folder / f"out{rank}",
+            folder / f"err{rank}",
         )
         for rank in range(world)
     ]
 
 
-def collect(processes: list[subprocess.Popen[str]], folder: Path, timeout: float = 600) -> list[Ended]:
+def collect(processes: list[forked.Process], folder: Path, timeout: float = 600) -> list[Ended]:
     """Wait for all ranks; one that is still there after `timeout` seconds is killed, and its code is -9."""
     begun = time.monotonic()
     ended: dict[int, float] = {}
@@ -80,7 +79,7 @@ def collect(processes: list[subprocess.Popen[str]], folder: Path, timeout: float
     return [
         Ended(
             rank,
-            p.returncode,
+            p.wait(),
             (folder / f"out{rank}").read_text(),
             (folder / f"err{rank}").read_text(),
             ended.get(rank, timeout),
