@@ -33,6 +33,13 @@ class Batch:
             self.valid_tokens,
         )
 
+    def head(self, count: int) -> "Batch":
+        """The first `count` sequences, for a look at what a model does with them."""
+        seen, weights = self.visibility, self.weights[:count]
+        if seen is not None:
+            seen = Visibility(seen.start[:count], seen.limit[:count], seen.position[:count])
+        return Batch(self.tokens[:count], self.targets[:count], weights, seen, int((weights > 0).sum()))
+
     def pin(self) -> "Batch":
         """The same in page-locked memory, from which a GPU copies while it computes."""
         seen = self.visibility

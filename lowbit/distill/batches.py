@@ -59,6 +59,15 @@ class DistilledBatch(Batch):
         )
         return DistilledBatch(**vars(plain), rows=rows, teacher=unpack(rows, self.tokens.shape[1]))
 
+    def head(self, count: int) -> "DistilledBatch":
+        """The first `count` sequences, with their targets."""
+        rows = tuple(StoredRows(r.layout, r.words, r.starts[:count]) for r in self.rows)
+        teacher = self.teacher
+        if teacher is not None:
+            tokens = self.tokens[:count].numel()
+            teacher = SparseTargets(teacher.ids[:tokens], teacher.weights[:tokens], teacher.entropy[:tokens])
+        return DistilledBatch(**vars(super().head(count)), rows=rows, teacher=teacher)
+
     def pin(self) -> "DistilledBatch":
         """The same in page-locked memory."""
         rows = tuple(StoredRows(r.layout, r.words.pin_memory(), r.starts.pin_memory()) for r in self.rows)

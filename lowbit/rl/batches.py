@@ -32,6 +32,10 @@ class RlBatch(Batch):
         index = self.index.to(device, non_blocking=non_blocking)
         return RlBatch(**vars(plain), index=index, drawn=self.drawn.to(device, non_blocking))
 
+    def head(self, count: int) -> "RlBatch":
+        """The whole batch: its first rows alone may hold no drawn token, and conversations are weighed together."""
+        return self
+
 
 @dataclass(frozen=True)
 class Packed:

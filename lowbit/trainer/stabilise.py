@@ -28,7 +28,6 @@ from lowbit.errors import ConfigError
 from lowbit.models.block import Block
 from lowbit.models.moe import Mlp
 from lowbit.models.transformer import Transformer
-from lowbit.models.visibility import Visibility
 from lowbit.quant.apply import lowbit_layers
 from lowbit.quant.stabilisers.clamp import Clamp, Site, install
 from lowbit.quant.stabilisers.masters import Master, weight_spec, whole_masters
@@ -107,7 +106,7 @@ class Stabilisers:
                         loss(batch)
         settings = self._config.statistics
         if settings.every_steps and step % settings.every_steps == 0:
-            self._row = self._statistics(first_sequences(batches[0], settings.sequences), loss, valid)
+            self._row = self._statistics(batches[0].head(settings.sequences), loss, valid)
             logger.info("%s", describe(step, self._row))
 
     def after_step(self, step: int, progress: float) -> dict[str, float]:
@@ -237,14 +236,6 @@ def _clamp_sites(model: Transformer) -> list[Site]:
                 mlp.square = site.square
                 sites.append(site)
     return sites
-
-
-def first_sequences(batch: Batch, count: int) -> Batch:
-    """The first `count` sequences of a micro-batch."""
-    seen, weights = batch.visibility, batch.weights[:count]
-    if seen is not None:
-        seen = Visibility(seen.start[:count], seen.limit[:count], seen.position[:count])
-    return Batch(batch.tokens[:count], batch.targets[:count], weights, seen, int((weights > 0).sum()))
 
 
 def describe(step: int, row: Mapping[str, float]) -> str:

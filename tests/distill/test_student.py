@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.configs.schema import SourceConfig, SourceKind
+from lowbit.configs.schema import PrecisionConfig, SourceConfig, SourceKind
 from lowbit.configs.schema_distill import DistillConfig, DistillLossConfig, Divergence, Estimator
+from lowbit.configs.schema_precision import StatisticsConfig
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, SampleOrder
 from lowbit.distill import run as distill
@@ -198,6 +199,23 @@ def test_a_run_reports_its_divergence_and_leaves_an_ordinary_run(
     loaded = load_run(result.run_dir, device="cpu")
     assert loaded.config.seed == 3 and type(loaded.config).__name__ == "RunConfig"
     assert (result.run_dir / "distill.yaml").is_file()
+
+
+def test_statistics_are_taken_with_the_teachers_targets(
+    cache: Cache, distillation: DistillConfig, tmp_path: Path
+) -> None:
+    """Per-layer errors in the log; the run is bit for bit the one without them."""
+    plain = replace(distillation, precision=PrecisionConfig(name="mxfp8", forward="mxfp8", backward="mxfp8"))
+    statistics = StatisticsConfig(every_steps=3, sequences=1)
+    measured = replace(plain, precision=replace(plain.precision, statistics=statistics))
+    for config, name in ((plain, "plain"), (measured, "measured")):
+        distill.train(config, tmp_path / name)
+    without, with_ = tiny_runs.tensors(tmp_path / "plain"), tiny_runs.tensors(tmp_path / "measured")
+    assert all(torch.equal(without[name], with_[name]) for name in without)
+    rows = tiny_runs.rows(tmp_path / "measured")
+    errors = {k: v for k, v in rows[-1].items() if k.startswith("quant/") and k.endswith("/relative_mse")}
+    assert {key.split("/")[2] for key in errors} == {"weight", "input", "gradient"}
+    assert all(0 < value < 0.01 for value in errors.values())
 
 
 def test_resuming_changes_no_bit(cache: Cache, distillation: DistillConfig, tmp_path: Path) -> None:

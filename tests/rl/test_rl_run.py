@@ -13,6 +13,7 @@ import torch
 from changes import changed
 
 from lowbit.configs.schema import PrecisionConfig, ScheduleConfig, ScheduleKind
+from lowbit.configs.schema_precision import StatisticsConfig
 from lowbit.configs.schema_rl import CacheFormat, Correction, Loss, RlConfig, TaskKind
 from lowbit.errors import CheckpointError, LowbitError
 from lowbit.rl.producer import AheadProducer, Drawing
@@ -53,6 +54,13 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def weights(folder: Path, config: RlConfig) -> dict[str, torch.Tensor]:
     return CheckpointStore(folder / "checkpoints", config.checkpoint).load("latest").model
+
+
+def test_statistics_of_a_rollouts_batch(config: RlConfig, tmp_path: Path) -> None:
+    precision = PrecisionConfig(name="mxfp8", forward="mxfp8", statistics=StatisticsConfig(every_steps=1, sequences=1))
+    train(changed(config, **EASY, precision=precision, max_steps=1), tmp_path / "run")
+    found = {k.split("/")[2] for k in rows(tmp_path / "run")[0] if k.startswith("quant/")}
+    assert found == {"weight", "input"}, "the trainer's backward pass is not quantised"
 
 
 def test_a_run_and_its_metrics(config: RlConfig, tmp_path: Path) -> None:

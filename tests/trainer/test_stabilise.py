@@ -39,7 +39,6 @@ from lowbit.quant.stabilisers.outcontrol import RetainedChannels
 from lowbit.trainer.loaded import load_run
 from lowbit.trainer.run import Pretraining, pretrain
 from lowbit.trainer.snapshot import read_snapshot
-from lowbit.trainer.stabilise import first_sequences
 
 OSCI = OsciResetConfig(enabled=True, start=0.0, period=4, window=2, threshold=2.0, tracked=0.3)
 OUT = OutControlConfig(enabled=True, first_step=2, steps=2)
@@ -421,11 +420,11 @@ def test_a_compiled_run_on_a_gpu_with_everything(small: RunConfig, tmp_path: Pat
     assert differing(tiny_runs.tensors(tmp_path / "whole", 8), tiny_runs.tensors(tmp_path / "resumed", 8)) == []
 
 
-def test_first_sequences() -> None:
+def test_the_first_sequences_of_a_batch() -> None:
     weights = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     ids, numbers = torch.arange(6).reshape(3, 2), torch.arange(6, dtype=torch.int32).reshape(3, 2)
     batch = Batch(ids, ids + 1, weights, Visibility(numbers, numbers, numbers), 3)
-    small = first_sequences(batch, 2)
+    small = batch.head(2)
     assert small.valid_tokens == 3 and small.tokens.tolist() == [[0, 1], [2, 3]]
     assert small.visibility is not None and small.visibility.limit.shape == (2, 2)
-    assert first_sequences(batch, 9).tokens.shape == (3, 2)
+    assert batch.head(9).tokens.shape == (3, 2)
