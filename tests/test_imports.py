@@ -120,6 +120,17 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert out.strip() == "[]"
 
 
+def test_no_command_imports_the_compiler() -> None:
+    """torch's compiler takes seconds to import; whoever trains gets it from torch's optimizers, others never need it.
+
+    A CUDA build of torch brings it in where an operator with a Triton kernel is defined.
+    """
+    modules = ("trainer.run", "distill.run", "rl.run", "infer.embedded")
+    code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module('lowbit.' + m)\n"
+    code += "import torch\nprint('torch._dynamo' in sys.modules and torch.version.cuda is None)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def test_help_is_quick() -> None:
     """Under half a second of processor time, best of three: the clock on the wall also measures other processes."""
     seconds = []

@@ -25,18 +25,23 @@ class Spread:
         """`experts`: of a layer, over all ranks; a multiple of `world`."""
         self.rank, self.world = rank, world
         self.local = experts // world
+        # Not at import, which would bring in the compiler.
+        self._outside = torch.compiler.disable(self._there_and_back)  # type: ignore[no-untyped-call]
 
     @property
     def mine(self) -> slice:
         """The experts of this rank."""
         return slice(self.rank * self.local, (self.rank + 1) * self.local)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, rows: Tensor, offsets: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """rows [n, width] sorted by expert, offsets int32 [experts of all ranks] -> what the experts make of them.
 
         experts: this rank's, as a function of their rows and offsets.
         """
+        result: Tensor = self._outside(rows, offsets, experts)
+        return result
+
+    def _there_and_back(self, rows: Tensor, offsets: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         counts = offsets.diff(prepend=offsets.new_zeros(1)).view(self.world, self.local)  # by rank and its expert
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts.contiguous())
