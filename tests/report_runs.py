@@ -30,7 +30,7 @@ def pretraining(count: int = 60, lr: float = 1e-3) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for step in range(1, count + 1):
         row = {
-            "step": step, "tokens": 1000 * step, "seconds": 2.5 * step, "loss": 2 + 3 / step, "lr": lr,
+            "step": step, "tokens": 1000 * step, "seconds": 2.5 * step, "loss": 2 + 3 / step, "lr": lr / step,
             "grad_norm": 30 ** math.sin(step), "tokens_per_second": 400.0 + step, "mfu": None, "memory_gib": 0.5,
             "time/data": 0.1, "time/eval": 0.05, "time/checkpoint": 0.01, "comm/gradient_bytes": 4e6,
             "comm/weight_bytes": 2e6,
@@ -53,7 +53,7 @@ def rollouts(count: int = 30) -> list[dict[str, Any]]:
             "step": step, "tokens": 300 * step, "seconds": 1.0 * step, "loss": 0.5, "reward": step / count,
             "mismatch/k3_kl": 1e-4 * step, "mismatch/k3_kl_se": 1e-5, "mismatch/mult_prob_error": 1.01,
             "mismatch/abs_max": 0.2, "entropy": 0.7, "share/rollout": 0.5, "share/train": 0.4,
-            "tokens_per_second": 900.0, "finish/stop": 1.0, "my/own": 3.0,
+            "tokens_per_second": 900.0, "finish/stop": 1.0, "my/own": 3.0 + step,
         }
         for step in range(1, count + 1)
     ]  # fmt: skip

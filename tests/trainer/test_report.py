@@ -1,10 +1,12 @@
 """Tables and pictures from what runs leave behind, damaged files included."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from report_runs import pretraining, rollouts, write_run
 from typer.testing import CliRunner
 
 from lowbit.cli.report import report
@@ -64,6 +66,21 @@ def test_a_run_that_has_just_begun_and_one_without_configuration(tmp_path: Path)
     lines = comparison_table([new, bare, _run(tmp_path / "c", 1.0)]).splitlines()
     assert lines[1].split() == ["new"] + ["-"] * 7
     draw([new, bare], tmp_path / "out.png")
+
+
+def test_runs_of_different_commands(tmp_path: Path) -> None:
+    """Only settings that both have are columns, not too many nor too long; the rest is counted."""
+    runs = [
+        write_run(tmp_path / "a", pretraining(3), seed=1, device="cpu", init_from="x" * 80),
+        write_run(tmp_path / "b", rollouts(3), "rl", seed=2),
+    ]
+    table = comparison_table(runs).splitlines()
+    header = table[0].split()
+    assert {"reward", "val_bpb", "seed", "device"} - set(header) == {"val_bpb"} and not any(
+        "rollout." in w for w in header
+    )
+    assert f"  {'x' * 31}…" in table[1] and re.fullmatch(r"\d+ more settings differ, .*", table[-1])
+    assert len(table[0]) < 400
 
 
 def test_the_picture(tmp_path: Path) -> None:

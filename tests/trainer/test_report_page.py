@@ -113,6 +113,7 @@ def test_all_parts_for_all_kinds(tmp_path: Path) -> None:
     assert {"loss", "kl", "reward", "entropy", "validation bits per byte", "gradient norm", "learning rate", "my/own",
             "weight: relative error by layer", "load of experts by layer"} <= charts  # fmt: skip
     words = page.words()
+    assert "The same all the time: " in words and "how answers end (finish/stop) 1" in words, "no chart of one value"
     for text in (
         "blocks.{0..2}",
         "NVFP4",

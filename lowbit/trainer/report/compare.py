@@ -12,6 +12,9 @@ from lowbit.trainer.report.read import Run, read_runs
 NOT_SETTINGS = ("run_name", "resume", "resume_allow", "logging.", "checkpoint.")
 """Settings that do not make a run another experiment; not compared."""
 
+MOST_COLUMNS, LONGEST = 10, 32
+"""Settings in a table of text, and letters of their values."""
+
 QUALITY: tuple[tuple[str, str, Callable[[Run], float | None]], ...] = (
     ("loss", ".4f", lambda run: run.last("loss")),
     ("kl", ".4f", lambda run: run.last("kl")),
@@ -51,15 +54,22 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def differing_settings(runs: Sequence[Run]) -> list[str]:
-    """Keys whose values are not the same in all runs that have a configuration, in the schema's order."""
+    """Keys that all runs with a configuration have, with other values, in the schema's order."""
     configured = [run.settings for run in runs if run.settings]
-    keys = dict.fromkeys(key for settings in configured for key in settings)
     return [
         key
-        for key in keys
+        for key in (configured[0] if configured else ())
         if not key.startswith(NOT_SETTINGS)
-        and len({setting_text(settings.get(key, "-")) for settings in configured}) > 1
+        and all(key in settings for settings in configured)
+        and len({setting_text(settings[key]) for settings in configured}) > 1
     ]
+
+
+def partial_settings(runs: Sequence[Run]) -> list[str]:
+    """Keys that only some of them have: of another command, another source of data."""
+    configured = [run.settings for run in runs if run.settings]
+    keys = dict.fromkeys(key for settings in configured for key in settings if not key.startswith(NOT_SETTINGS))
+    return [key for key in keys if not all(key in settings for settings in configured)]
 
 
 def comparison_table(paths: Sequence[Path]) -> str:
@@ -74,11 +84,13 @@ def text_table(runs: Sequence[Run]) -> str:
     """The same of runs that have been read."""
     header, rows = summary(runs)
     differing = differing_settings(runs)
+    shown, more = differing[:MOST_COLUMNS], len(differing[MOST_COLUMNS:]) + len(partial_settings(runs))
     cells = [
-        row + [setting_text(run.settings.get(key, "-")) for key in differing]
+        row + [_cut(setting_text(run.settings.get(key, "-"))) for key in shown]
         for row, run in zip(rows, runs, strict=True)
     ]
-    return _aligned([header + differing, *cells], len(header))
+    table = _aligned([header + shown, *cells], len(header))
+    return f"{table}\n{more} more settings differ, or are those of some runs alone" if more else table
 
 
 def _aligned(lines: Sequence[Sequence[str]], numbers: int) -> str:
@@ -96,6 +108,10 @@ def _aligned(lines: Sequence[Sequence[str]], numbers: int) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
 
 
 def setting_text(value: Any) -> str:

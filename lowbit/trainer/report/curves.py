@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from lowbit.trainer.report import layers
 from lowbit.trainer.report.catalogue import FALLING, LINEAR, OTHER, SECTIONS, Figure, Section, drawable, figures_of
@@ -35,10 +34,10 @@ class View:
         x, y = run.curve(key, "seconds")
         return x / 3600, y
 
-    @cached_property
-    def x_range(self) -> tuple[float, float] | None:
-        """From the first row of any run to the last."""
-        ends = [x for run in self.runs if len(x := self.curve(run, "step")[0])]
+    def x_range(self, curves: Sequence[Curve]) -> tuple[float, float] | None:
+        """From the first row to the last of the runs that have something to show."""
+        shown = {curve.run for curve in curves if len(curve.x)}
+        ends = [x for i, run in enumerate(self.runs) if i in shown and len(x := self.curve(run, "step")[0])]
         return (min(float(x[0]) for x in ends), max(float(x[-1]) for x in ends)) if ends else None
 
     def chart(self, title: str, curves: Sequence[Curve], help: str = "", names: Sequence[str] = ()) -> Chart:
@@ -49,7 +48,8 @@ class View:
             legend = [(name, *of_run(i)) for i, name in enumerate(names)]
         else:
             legend = [(name, NEUTRAL, i) for i, name in enumerate(names)]
-        return Chart(title, curves, self.label, help, x_range=self.x_range, whole=self.over != "hours", legend=legend)
+        whole, part = self.over != "hours", self.x_range(curves)
+        return Chart(title, curves, self.label, help, x_range=part, whole=whole, legend=legend)
 
     def keys(self) -> set[str]:
         """Every metric that gets a curve."""

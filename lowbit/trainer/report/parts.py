@@ -8,7 +8,7 @@ import numpy as np
 
 from lowbit.trainer.report import layers
 from lowbit.trainer.report.chart import of_run, swatch
-from lowbit.trainer.report.compare import differing_settings, setting_text, summary
+from lowbit.trainer.report.compare import differing_settings, partial_settings, setting_text, summary
 from lowbit.trainer.report.html import Html, join, number, table, tag
 from lowbit.trainer.report.read import Run
 from lowbit.trainer.report.scale import short
@@ -101,7 +101,7 @@ def _shares(run: Run) -> Html:
 
 
 _COLOUR_OF_PART = {
-    "steps": 0, "train": 0, "data": 1, "rollout": 1, "eval": 2, "reward": 2, "checkpoint": 3, "score": 3, "sync": 4,
+    "steps": 0, "train": 0, "data": 1, "eval": 2, "reward": 3, "checkpoint": 4, "rollout": 5, "sync": 6, "score": 7,
 }  # fmt: skip
 
 
@@ -300,7 +300,11 @@ def settings(runs: Sequence[Run]) -> Html:
             rows = [[tag("td", key, cls="key"), *_compared(runs, key)] for key in keys]
             parts.append(table(["differs", *(run.name for run in runs)], rows))
         else:
-            parts.append(tag("p", "No setting differs.", cls="soft"))
+            parts.append(tag("p", "No setting that all have differs.", cls="soft"))
+        if partial := partial_settings(runs):
+            rows = [[tag("td", key, cls="key"), *_compared(runs, key)] for key in partial]
+            title = f"settings of some runs alone ({len(rows)})"
+            parts.append(tag("details", tag("summary", title), table(["key", *(run.name for run in runs)], rows)))
     for run in runs:
         if not run.settings:
             continue

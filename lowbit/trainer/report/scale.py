@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 LOG_FROM = 100.0
 """Positive values whose greatest is so many times the least are drawn on a logarithmic axis."""
-LONGEST_TICK = 8
+LONGEST_TICK = 7
 """Letters of a tick."""
 
 
