@@ -13,7 +13,7 @@ from lowbit.trainer.report.html import Html, join, tag
 from lowbit.trainer.report.scale import Axis, Floats, averaged, axis_of, short, thinned
 
 WIDTH, HEIGHT = 420, 230
-LEFT, RIGHT, TOP, BOTTOM = 58, 10, 8, 36
+LEFT, RIGHT, TOP, BOTTOM = 58, 16, 8, 36
 INNER = (WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM)
 COLOURS = 8
 """Of the style sheet; after those, lines are dashed."""

@@ -1,7 +1,7 @@
 // Values under the pointer, read from the curves themselves; and runs that the legend hides.
 "use strict";
 (() => {
-  const LEFT = 58, WIDTH = 352, TOP = 8, HEIGHT = 186;
+  const LEFT = 58, WIDTH = 346, TOP = 8, HEIGHT = 186;
   const tip = document.getElementById("tip");
   const cache = new WeakMap();
 
