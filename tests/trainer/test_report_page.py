@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from report_runs import Page, optimised, pretraining, rollouts, write_run
 
+from lowbit.configs.schema_pipeline import Stage
 from lowbit.errors import LowbitError
+from lowbit.pipeline.manifest import Manifest, Record, State
+from lowbit.pipeline.manifest import write as write_manifest
 from lowbit.trainer.report import failed_jobs, full_report, read_runs, sweep_report, write_page
 from lowbit.trainer.report.chart import HEIGHT, INNER, LEFT, WIDTH
 
@@ -184,6 +187,25 @@ def test_a_sweep_a_running_one_and_damage(tmp_path: Path) -> None:
     _, page = made([sweep], tmp_path)
     assert "is not a YAML file" in page.words(), "what could not be read is said"
     assert sweep_report(sweep, [sweep / "11"]) == []
+
+
+def test_pipelines_and_sweeps_of_them(tmp_path: Path) -> None:
+    """The stages that the manifest names, in its order, not what lies beside them; through two levels of folders."""
+    for job in ("0", "1"):
+        manifest = Manifest()
+        for stage, folder in ((Stage.pretrain, "pretrain"), (Stage.distill, "distill_2"), (Stage.rl, "rl")):
+            write_run(tmp_path / "sweep" / job / folder, pretraining(3))
+            record = Record(folder, State.done, {}, "", {}, "bf16")
+            manifest = manifest.with_record(stage, record)
+        write_run(tmp_path / "sweep" / job / "distill", pretraining(3))
+        write_manifest(tmp_path / "sweep" / job, manifest)
+    names = ["pretrain", "distill_2", "rl"]
+    assert [run.name for run in read_runs([tmp_path / "sweep" / "0"])] == names
+    assert [run.name for run in read_runs([tmp_path / "sweep"])] == [f"{job}/{name}" for job in "01" for name in names]
+    (tmp_path / "sweep" / "1" / "pipeline.json").write_text('{"stages": {"rl": {"folder": "../../../etc"}, "x": 1}}')
+    assert [run.folder.name for run in read_runs([tmp_path / "sweep"])] == names
+    with pytest.raises(LowbitError, match="no folder in it has one"):
+        read_runs([tmp_path / "sweep" / "1" / "pretrain" / "none"])
 
 
 def test_paths_and_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

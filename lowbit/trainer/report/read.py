@@ -7,7 +7,8 @@
     lock             the process that has the folder, while there is one
     outcome.json     how a job of a sweep ended
 
-A folder of a sweep, or of anything else that holds runs, stands for all of them. Only metrics have to be there.
+A folder of a pipeline, of a sweep, or of anything else that holds runs stands for all of them. Only metrics have to be
+there.
 """
 
 import json
@@ -37,7 +38,7 @@ KINDS: tuple[tuple[str, str, type[RunConfig]], ...] = (
     ("config.yaml", "pretrain", RunConfig),
 )
 """Files that say what was set, the command that wrote them, and their class; the first that is there counts."""
-PRECISION, SAMPLES, OUTCOME = "precision.json", "samples.jsonl", "outcome.json"
+PRECISION, SAMPLES, OUTCOME, PIPELINE = "precision.json", "samples.jsonl", "outcome.json", "pipeline.json"
 
 
 @dataclass(frozen=True)
@@ -120,16 +121,30 @@ class Run:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Folders of runs; one that is none but holds some stands for those. LowbitError for one without any."""
+    """Folders of runs. A pipeline's stands for its stages, and one that holds runs or pipelines for those.
+
+    Raises LowbitError for one without any.
+    """
     if not paths:
         raise LowbitError("no run to report on: name one or more run folders")
     found: list[Path] = []
     for path in paths:
-        inside = [path] if (path / FILE).is_file() else sorted({f.parent for f in path.glob(f"*/{FILE}")}, key=_natural)
+        inside = _runs_of(path) or [run for child in sorted(path.glob("*"), key=_natural) for run in _runs_of(child)]
         if not inside:
             raise LowbitError(f"{path} is not a run's folder: it has no {FILE}, and no folder in it has one")
         found += inside
     return found
+
+
+def _runs_of(path: Path) -> list[Path]:
+    """The run in a folder, or the stages of a pipeline, in their order, without those that it has put aside."""
+    if (path / FILE).is_file():
+        return [path]
+    manifest = _json(path / PIPELINE)
+    stages = manifest.get("stages") if isinstance(manifest, dict) else None
+    records = [record for record in stages.values() if isinstance(record, dict)] if isinstance(stages, dict) else []
+    folders = [path / Path(str(record.get("folder"))).name for record in records]
+    return [folder for folder in folders if (folder / FILE).is_file()]
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
