@@ -3,6 +3,7 @@
 A decoding step of a small model is bound by the number of its kernels (`kernels/fused.py`), so here
 
     q, k, v and gate, up     are one product each: their frozen weights lie in one buffer, of which theirs are views
+    embedding                is one kernel in place of two, one of which is slow for few tokens
     RMSNorm                  is one kernel in place of three
     the gated MLP            multiplies silu(gate) and up in one
     attention                normalises, turns and stores in one kernel before it attends
@@ -23,7 +24,7 @@ from lowbit.infer.packed import PackedLinear
 from lowbit.infer.weights import HeldWeights
 from lowbit.models.attention import AttentionMask
 from lowbit.models.block import KV, Attention, AttentionOutput, Rope
-from lowbit.models.layers import KVCache, Linear, RMSNorm, project
+from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, project
 from lowbit.models.moe import Mlp
 from lowbit.models.transformer import Transformer
 
@@ -35,6 +36,17 @@ class FusedNorm(RMSNorm):
         """x [..., width] -> [..., width]."""
         y: Tensor = kernels.rms_norm(x, self.weight, self.eps)
         return y
+
+
+class FusedEmbedding(Embedding):
+    """`Embedding` in the type that the model computes in."""
+
+    dtype = torch.bfloat16
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [rows, length] -> [rows, length, width]."""
+        y: Tensor = kernels.embed(tokens.reshape(-1), self.weight, self.dtype)
+        return y.view(*tokens.shape, -1)
 
 
 class FusedMlp(Mlp):
@@ -141,6 +153,9 @@ def exchange(model: Transformer) -> None:
         if attention.q_norm is None or attention.q_norm.weight.shape[0] == attention.head_dim:
             _become(attention, Attention, FusedAttention)
     _become(model.final_norm, RMSNorm, FusedNorm)
+    _become(model.embedding, Embedding, FusedEmbedding)
+    if isinstance(model.embedding, FusedEmbedding):
+        model.embedding.dtype = model.compute_dtype
 
 
 def _become(module: nn.Module, was: type[nn.Module], will: type[nn.Module]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.infer.cache import PagedCache, View
-from lowbit.infer.sampling import SamplingConfig, choose
+from lowbit.infer.sampling import SamplingConfig, drawn
 from lowbit.infer.slots import NOISE, PROMPT, STORED, TABLE, TOKEN, Slots
 from lowbit.infer.weights import HeldWeights
 from lowbit.models.layers import GroupedLinear
@@ -53,8 +53,7 @@ class Steps:
     def draw(self, hidden: Tensor, noise: Tensor, sampling: SamplingConfig) -> Tensor:
         """The tokens behind hidden states [rows, width] and their logprobs: FP64 [rows, 2]."""
         logits = head_logits(hidden, self.weights.head, self.model.vocab_size, self.model.config.logit_softcap)
-        token, logprob = choose(logits, sampling, noise)
-        return torch.stack((token.double(), logprob.double()), dim=1)
+        return drawn(logits, sampling, noise)
 
     def run(self, size: int, table: int, sampling: SamplingConfig) -> Tensor:
         """One step of the first `size` slots: FP64 [size, 2]. `table`: blocks of a row that are looked at."""

@@ -28,7 +28,7 @@ class NativeLinear(LowbitLinear):
     def freeze(self, dtype: torch.dtype) -> None:
         """Make and use codes and scales as they stand for the weight now."""
         stream = Stream(self.key, self.clock, Product.FPROP, Side.RIGHT)
-        made = factor(self.weight, self.policy.fprop.right, stream, None, dtype)
+        made = factor(self.effective(), self.policy.fprop.right, stream, None, dtype)
         assert isinstance(made, Native)
         self.frozen, self.frozen_scale = made.codes, made.scales
 
@@ -47,8 +47,8 @@ class NativeLinear(LowbitLinear):
             return tuple(linear(x) for linear in (self, *others))
         rows = x.reshape(-1, x.shape[-1])
         stream = Stream(self.key, self.clock, Product.FPROP, Side.LEFT)
-        weights, rights = [layer.weight for layer in layers], [layer.native() for layer in layers]
-        outputs = forward_product(rows, weights, rights, stream, None, self.policy).outputs
+        rights = [layer.native() for layer in layers]  # no mean is split off here: nothing else of the weights is read
+        outputs = forward_product(rows, [], rights, stream, None, self.policy).outputs
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
 

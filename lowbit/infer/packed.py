@@ -62,7 +62,7 @@ class PackedLinear(LowbitLinear):
     def freeze(self, dtype: torch.dtype) -> None:
         """Make both forms of the weight."""
         stream = Stream(self.key, self.clock, Product.FPROP, Side.RIGHT)
-        made = factor(self.weight, self.policy.fprop.right, stream, None, dtype, wanted=Wanted.BOTH)
+        made = factor(self.effective(), self.policy.fprop.right, stream, None, dtype, wanted=Wanted.BOTH)
         self.frozen, after = made.operand().to(dtype), made.after()
         self.frozen_scale = None if after is None else after.expand(self.out_features, 1).contiguous()
         packed = pack(made)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowbit.configs.schema import MatrixBackend
 from lowbit.errors import ConfigError
+from lowbit.models.adapters import merge
 from lowbit.models.layers import GroupedLinear, Linear
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import apply_policy, candidates
@@ -69,12 +70,15 @@ def shadow(model: Transformer, policy: PrecisionPolicy | None, own: bool, native
     """A second tree of modules with the parameters and state of `model`.
 
     Args:
-        policy: whose sampler stage it computes in; None: as `model` does now. own: with copies of the parameters.
+        policy: whose sampler stage it computes in; None: as `model` does now. own: with copies of the parameters, the
+            sums in place of adapted weights.
         native: products run on tensor cores where the device has them for the format.
 
     Raises: ConfigError, as `check_sampler` and `apply_policy`.
     """
     made = _copied(model, {}, own)
+    if own:
+        merge(made)
     if policy is not None:
         check_sampler(policy)
         _plain(made)
@@ -123,5 +127,7 @@ def _plain(model: Transformer) -> None:
             else:
                 plain = Linear(layer.in_features, layer.out_features)
         plain.weight = layer.weight
+        if isinstance(plain, Linear) and isinstance(layer, Linear):
+            plain.low_rank = layer.low_rank
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, plain)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.errors import ConfigError
+from lowbit.infer import kernels
 from lowbit.quant.philox import MASK, philox4x32
 
 BLOCK = 256
@@ -128,6 +129,16 @@ def _first_beyond(upto: Tensor, weights: Tensor, threshold: Tensor) -> Tensor:
     first = torch.where(positive & (upto > threshold[:, None]), index, weights.shape[1]).amin(-1)
     last = torch.where(positive, index, 0).amax(-1)
     return torch.minimum(first, last)
+
+
+def drawn(logits: Tensor, config: SamplingConfig, noise: Tensor) -> Tensor:
+    """`choose`, as FP64 [B, 2]: in two kernels on a GPU where all tokens take part."""
+    plain = config.temperature > 0 and config.top_k is None and config.top_p == 1
+    if plain and logits.is_cuda and logits.dtype is torch.float32 and logits.shape[1] <= kernels.MOST_TOKENS:
+        values: Tensor = kernels.draw(logits, noise, config.temperature)
+        return values
+    token, logprob = choose(logits, config, noise)
+    return torch.stack((token.double(), logprob.double()), dim=1)
 
 
 def choose(logits: Tensor, config: SamplingConfig, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -187,7 +187,8 @@ class HeldWeights:
     def _bad_scales(self, name: str, scale: Tensor) -> Tensor:
         """How many scales are not finite, or zero though their row is not."""
         layer = self.layers[name.rpartition(".")[0]]
-        rows = layer.weight.detach().abs().amax(-1, keepdim=True)
+        weight = layer.effective() if isinstance(layer, Linear) else layer.weight
+        rows = weight.detach().abs().amax(-1, keepdim=True)
         used = rows > 0 if rows.shape == scale.shape else rows.amax() > 0
         return (~scale.isfinite() | ((scale <= 0) & used)).sum()
 

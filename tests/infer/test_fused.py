@@ -55,6 +55,7 @@ def written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "product", product)
     monkeypatch.setattr(kernels, "rms_norm", rms_norm)
     monkeypatch.setattr(kernels, "silu_mul", lambda gate, up: F.silu(gate) * up)
+    monkeypatch.setattr(kernels, "embed", lambda tokens, weight, dtype: weight[tokens].to(dtype))
 
 
 def _near(d: Tensor, precision: str | None) -> None:

@@ -1,6 +1,11 @@
 """Sampling against a reference in plain Python numbers, and its noise against statistics."""
 
+import importlib.util
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +121,25 @@ def test_greedy_takes_the_likeliest_and_reports_the_models_own_logprob() -> None
     token, logprob = choose(logits, SamplingConfig(0.0, top_k=2, top_p=0.1), torch.full((4,), 0.1, dtype=torch.float64))
     assert torch.equal(token, logits.argmax(-1))
     torch.testing.assert_close(logprob, logits.log_softmax(-1).amax(-1))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+def test_the_kernels_in_the_interpreter() -> None:
+    script = Path(__file__).with_name("draw_cases.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["drawn"]
+
+
+@pytest.mark.gpu
+def test_the_kernels_on_a_gpu() -> None:
+    from draw_cases import all_cases, compare
+
+    all_cases("cuda")
+    for vocab in (32_768, 151_936, 1 << 20):
+        compare(vocab, 1.0, "cuda")
 
 
 @pytest.mark.gpu

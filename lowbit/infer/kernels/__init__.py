@@ -14,10 +14,13 @@ PACKED_ROWS = 16
 """Most rows of x that `packed_product` takes. With more, a BF16 copy of the weight is multiplied as fast."""
 PACKED_MULTIPLE = 128
 """What `packed_product` wants the width of x to be a multiple of."""
+MOST_TOKENS = 1 << 20
+"""Largest vocabulary that `draw` takes."""
 
 if TYPE_CHECKING or torch.version.cuda is not None:
     from lowbit.infer.kernels.attention import decode, store
-    from lowbit.infer.kernels.fused import rms_norm, scaled, silu_mul, turn_and_store
+    from lowbit.infer.kernels.draw import draw
+    from lowbit.infer.kernels.fused import embed, rms_norm, scaled, silu_mul, turn_and_store
     from lowbit.infer.kernels.packed import packed_product
 else:
 
@@ -25,7 +28,7 @@ else:
         """Never reached: used for CUDA tensors only."""
         raise RuntimeError("this PyTorch has no CUDA")
 
-    decode = store = rms_norm = scaled = silu_mul = turn_and_store = packed_product = _never
+    decode = draw = embed = store = rms_norm = scaled = silu_mul = turn_and_store = packed_product = _never
 
 
 def handles(keys: Tensor) -> bool:
@@ -35,10 +38,13 @@ def handles(keys: Tensor) -> bool:
 
 
 __all__ = [
+    "MOST_TOKENS",
     "PACKED_MULTIPLE",
     "PACKED_ROWS",
     "Memory",
     "decode",
+    "draw",
+    "embed",
     "handles",
     "packed_product",
     "rms_norm",

@@ -77,7 +77,7 @@ def store(k: Tensor, v: Tensor, memory: Memory, slots: Tensor, largest: float | 
 
 @triton.jit
 def _piece_kernel(  # type: ignore[no-untyped-def]
-    q, keys, values, key_scales, value_scales, table, start, partial, logsums,
+    q, keys, values, key_scales, value_scales, table, start, partial, logsums, whole,
     q_row, q_head, table_row, start_row, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
@@ -121,7 +121,11 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
         most = now
     line = (row * HEADS + head) * GROUP + group  # query heads, in order
     kept = group < GROUP
-    tl.store(partial + (line * PIECES + piece)[:, None] * D + d[None, :], out / total[:, None], mask=kept[:, None])
+    out = out / total[:, None]
+    if PIECES == 1:
+        tl.store(whole + line[:, None] * D + d[None, :], out.to(whole.dtype.element_ty), mask=kept[:, None])
+        return
+    tl.store(partial + (line * PIECES + piece)[:, None] * D + d[None, :], out, mask=kept[:, None])
     tl.store(logsums + line * PIECES + piece, most / LOG2_E + tl.log(total), mask=kept)
 
 
@@ -169,12 +173,14 @@ def decode(
     out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
     group = heads // shared
     _piece_kernel[(rows, shared, pieces)](
-        q, keys, values, key_scales, value_scales, table, start, partial, logsums,
+        q, keys, values, key_scales, value_scales, table, start, partial, logsums, out,
         q.stride(0), q.stride(1), table.stride(0), start.stride(0), 1 / math.sqrt(dim),
         HEADS=shared, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), D=dim, BLOCK=block,
         TILE=128 if dim <= 64 else 64, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, SCALED=largest is not None,
         num_warps=4,
     )  # fmt: skip
+    if pieces == 1:
+        return out
     _join_kernel[(rows, heads)](
         partial, logsums, start, out, start.stride(0),
         H=heads, D=dim, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, num_warps=1,

@@ -3,6 +3,7 @@
 At a few rows each of these takes a GPU two microseconds whatever it does, and a step has hundreds, so what counts is
 their number. Numbers are rounded where the model as written rounds them.
 
+    embed            rows of the embedding, in the model's type
     rms_norm         x -> x / sqrt(mean(x^2) + eps) * weight
     silu_mul         gate, up -> silu(gate) * up
     turn_and_store   q, k, v -> queries normalised and turned; keys likewise, and values, stored in the cache
@@ -15,6 +16,25 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.infer.kernels.attention import Memory, put_codes
+
+
+@triton.jit
+def _embed_kernel(tokens, weight, y, width, token_row, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    number = tl.load(weight + tl.load(tokens + row * token_row) * width + column, mask=inside, other=0.0)
+    tl.store(y + row * width + column, number.to(y.dtype.element_ty), mask=inside)
+
+
+def embed(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """tokens int64 [rows], any stride; weight [vocabulary, width], contiguous -> [rows, width]."""
+    width = weight.shape[1]
+    y = torch.empty(len(tokens), width, dtype=dtype, device=weight.device)
+    _embed_kernel[(len(tokens),)](
+        tokens, weight, y, width, tokens.stride(0), WIDTH=triton.next_power_of_2(width), num_warps=4
+    )
+    return y
 
 
 @triton.jit
