@@ -61,6 +61,11 @@ def test_statistics_of_a_rollouts_batch(config: RlConfig, tmp_path: Path) -> Non
     train(changed(config, **EASY, precision=precision, max_steps=1), tmp_path / "run")
     found = {k.split("/")[2] for k in rows(tmp_path / "run")[0] if k.startswith("quant/")}
     assert found == {"weight", "input"}, "the trainer's backward pass is not quantised"
+    trainer, sampler = json.loads((tmp_path / "run" / "precision.json").read_text())
+    assert [{row["format"] for row in got["rows"] if row["product"] == "dgrad"} for got in (trainer, sampler)] == [
+        {"FP32"}, set(),
+    ]  # fmt: skip
+    assert sampler["when"] == "the sampler" and {row["format"] for row in sampler["rows"]} == {"MXFP8"}
 
 
 def test_a_run_and_its_metrics(config: RlConfig, tmp_path: Path) -> None:
