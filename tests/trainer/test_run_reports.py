@@ -7,7 +7,7 @@ from pathlib import Path
 from report_runs import Page
 
 from lowbit.configs.schema import PrecisionConfig, RunConfig
-from lowbit.configs.schema_precision import StatisticsConfig, PrecisionSwitch
+from lowbit.configs.schema_precision import PrecisionSwitch, StatisticsConfig
 from lowbit.trainer.jsonl import read_rows
 from lowbit.trainer.report import full_report, read_runs
 from lowbit.trainer.run import pretrain

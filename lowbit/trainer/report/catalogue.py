@@ -146,7 +146,7 @@ def figures_of(section: Section, keys: Collection[str]) -> list[Figure]:
         present = tuple(key for key in figure.keys if key in keys)
         if present:
             one_of = f" ({present[0]})" if len(present) == 1 < len(figure.keys) and present[0] != figure.title else ""
-            figures.append(Figure(figure.title + one_of, present, figure.help))
+            figures.append(Figure(figure.title + one_of, present, "" if one_of else figure.help))
     return figures + [_one(key) for key in sorted(keys) if key not in LISTED and _belongs(key) is section]
 
 
