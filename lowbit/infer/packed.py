@@ -50,11 +50,22 @@ def weight_only(policy: LinearPolicy) -> bool:
     return fprop.left.spec is None and fprop.rotation == 0 and not policy.mean_split and takes(fprop.right.spec)
 
 
+def arranged(data: Tensor, bits: int) -> Tensor:
+    """Codes as the kernel reads them: uint8 [rows, bytes] -> the same shape.
+
+    In each group of 16 columns word w, of 16 bits, holds columns w, run + w, 2 run + w ... from its low bits on.
+    """
+    run, per = kernels.PACKED_RUN[bits], 16 // bits
+    codes = torch.stack((data & 15, data >> 4), dim=-1) if bits == 4 else data
+    codes = codes.reshape(len(data), -1, per, run).transpose(2, 3).reshape(len(data), -1)
+    return codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes
+
+
 class PackedLinear(LowbitLinear):
     """A `LowbitLinear` for sampling, with its weight in few bits for few rows."""
 
     frozen_data: Tensor | None = None
-    """uint8 [out, in * bits / 8]."""
+    """uint8 [out, in * bits / 8], arranged."""
     frozen_scales: Tensor | None = None
     """uint8 [out, blocks], where blocks have scales."""
 
@@ -66,7 +77,7 @@ class PackedLinear(LowbitLinear):
         self.frozen, after = made.operand().to(dtype), made.after()
         self.frozen_scale = None if after is None else after.expand(self.out_features, 1).contiguous()
         packed = pack(made)
-        self.frozen_data = packed.data[: self.out_features].view(torch.uint8)
+        self.frozen_data = arranged(packed.data[: self.out_features].view(torch.uint8), packed.spec.element.bits)
         if packed.scales.dtype is torch.uint8:
             self.frozen_scales = packed.scales[: self.out_features]
 
@@ -144,7 +155,8 @@ def wrong(spec: QuantSpec, device: torch.device) -> str | None:
     dense = quantise(weight, spec).operand().float()
     after = quantise(weight, spec).after()
     scales = packed.scales if packed.scales.dtype is torch.uint8 else None
-    sent = [None if t is None else t.to(device) for t in (packed.data.view(torch.uint8), scales, after)]
+    data = arranged(packed.data.view(torch.uint8), spec.element.bits)
+    sent = [None if t is None else t.to(device) for t in (data, scales, after)]
     why = None
     try:
         for x in (

@@ -8,6 +8,7 @@ from attention_cases import mend_interpreter
 from torch import Tensor
 
 from lowbit.infer.kernels.packed import packed_product
+from lowbit.infer.packed import arranged
 from lowbit.quant.quantise import quantise
 from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4, NVFP4_46, NVFP4_ROW, QuantSpec
 
@@ -19,7 +20,7 @@ def compare(spec: QuantSpec, x: Tensor, weight: Tensor, device: str, asm: bool) 
     made = quantise(weight, spec)
     packed, after = made.pack(), made.after()
     scales = packed.scales.to(device) if packed.scales.dtype is torch.uint8 else None
-    data = packed.data.view(torch.uint8).to(device)
+    data = arranged(packed.data.view(torch.uint8), spec.element.bits).to(device)
     outer = None if after is None else after.to(device)
     block = 0 if scales is None else spec.block[1]
     got = packed_product(x.to(device), data, scales, outer, spec.element.bits, block, asm).cpu()

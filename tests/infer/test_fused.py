@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed_order import by_column
 from sampler_oracle import logprobs_of, model_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,6 +38,7 @@ def written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the kernels what defines them, so that all the rest runs on a CPU."""
 
     def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, spec: QuantSpec) -> Tensor:
+        data = by_column(data, spec.element.bits)
         shape, blocks = (len(data), x.shape[1]), (len(data), x.shape[1] // (spec.block[1] or x.shape[1]))
         stands = Packed(data, after if scales is None else scales, None, shape, spec, blocks, False)  # type: ignore[arg-type]
         if scales is None:

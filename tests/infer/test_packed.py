@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed_order import by_column
 from torch import Tensor
 
 from lowbit.configs.schema import PrecisionConfig
@@ -44,12 +45,21 @@ def _unpacked(layer: PackedLinear) -> Quantised:
     outer = layer.frozen_scale if layer.frozen_scales is not None else None
     assert scales is not None
     shape, blocks = (layer.out_features, layer.in_features), (scales.shape[0], scales.shape[1])
-    return Packed(layer.frozen_data, scales, outer, shape, spec, blocks, False).unpack()
+    data = by_column(layer.frozen_data, spec.element.bits)
+    return Packed(data, scales, outer, shape, spec, blocks, False).unpack()
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_which_presets_are_weight_only(name: str) -> None:
     assert weight_only(PRESETS[name]) == (name in WEIGHT_ONLY)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_arranged_codes_are_the_same_codes(bits: int) -> None:
+    data = torch.randint(0, 256, (3, 64), dtype=torch.uint8)
+    found = packed.arranged(data, bits)
+    assert found.shape == data.shape and not torch.equal(found, data)
+    assert torch.equal(by_column(found, bits), data)
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
@@ -95,6 +105,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_named_and_not_used(
         rows, blocks = len(data), 1 if scales is None else scales.shape[1]
         stored, outer = (scales, after) if scales is not None else (after, None)
         assert stored is not None
+        data = by_column(data, spec.element.bits)
         values = Packed(data, stored, outer, (rows, x.shape[1]), spec, (rows, blocks), False).unpack().values()
         y, scale = x.float() @ values.operand().float().t(), values.after()
         return (y if scale is None else y * scale.t()).to(x.dtype)

@@ -14,6 +14,8 @@ PACKED_ROWS = 16
 """Most rows of x that `packed_product` takes. With more, a BF16 copy of the weight is multiplied as fast."""
 PACKED_MULTIPLE = 128
 """What `packed_product` wants the width of x to be a multiple of."""
+PACKED_RUN = {4: 4, 8: 8}
+"""Neighbouring columns whose codes, of so many bits, stand in neighbouring words of 16 bits: see `packed.arranged`."""
 MOST_TOKENS = 1 << 20
 """Largest vocabulary that `draw` takes."""
 
@@ -41,6 +43,7 @@ __all__ = [
     "MOST_TOKENS",
     "PACKED_MULTIPLE",
     "PACKED_ROWS",
+    "PACKED_RUN",
     "Memory",
     "decode",
     "draw",

@@ -6,21 +6,21 @@ At few rows a product is as fast as its weight is read, so reading 4.5 or 8.25 b
 gain. Every code times its block's scale is a BF16 number exactly, so the product is the emulation's (a BF16 copy of W)
 up to the order of its sums; the scale of the tensor or row multiplies the result.
 
-**Unpacking** must cost few instructions a number: at 3 TB/s of 4-bit codes a GPU has about five. A word of 16 bits has
-two or four numbers of neighbouring columns; a code's bits are put where BF16 has exponent and mantissa, which gives the
-number times a power of two, subnormals included:
+**Unpacking** must cost few instructions a number: at 3 TB/s of 4-bit codes a GPU has about five. A code's bits are put
+where BF16 has exponent and mantissa, which gives the number times a power of two, subnormals included:
 
     E2M1  s ee m         sign << 15 | (code & 7) << 6           = value x 2**-126
     E4M3  s eeee mmm     sign << 15 | (code & 127) << 4         = value x 2**-120
 
-Two words of a register go through each instruction, in inline assembly (Hopper multiplies pairs of BF16, subnormals
+Two words of 16 bits go through each instruction, in inline assembly (Hopper multiplies pairs of BF16, subnormals
 included); scales of 4-bit codes are multiplied with what takes the power of two back: 2**118 here, 2**8 in the end, for
 2**126 times a scale may be too much. The same in plain Triton is for its interpreter.
 
-The first numbers of all words make one product, the second ones another, and so on, each with those columns of x. W is
-the left factor of the tensor core, which takes that one from registers. A program has BN rows of W; since that makes
-fewer programs than a GPU can run where N is small, K is split, too: the program that finishes a tile's last part adds
-all of them, in their order, so that the sum is the same every time.
+A word has two or four numbers; the first ones of all words make one product, the second ones another, and so on, each
+with its columns of x. Codes are arranged so that those columns lie in runs, which are copied to where the tensor core
+reads them with no register touched. W is the left factor, which comes from registers. A program has BN rows of W; since
+that makes fewer programs than a GPU can run where N is small, K is split, too: the program that finishes a tile's last
+part adds all of them, in their order, so that the sum is the same every time.
 """
 
 from functools import cache
@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.infer.kernels import PACKED_ROWS
+from lowbit.infer.kernels import PACKED_ROWS, PACKED_RUN
 
 PROCESSORS = 132
 """Of an H100 or H200."""
@@ -121,17 +121,10 @@ def _scale(code, E8M0: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def _halves(word):  # type: ignore[no-untyped-def]
-    """The two BF16 numbers in an int32."""
-    low = (word & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return low, (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
 def _product_kernel(  # type: ignore[no-untyped-def]
     x, data, scales, after, y, partial, counters, M, N, K, x_row, part,
     BITS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
-    AFTER: tl.constexpr,
+    AFTER: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     tile_n, tile_m = tl.program_id(0) * BN + tl.arange(0, BN).to(tl.int64), tl.arange(0, BM)
     n, m = tl.minimum(tile_n, N - 1), tl.minimum(tile_m, M - 1)  # so that no load needs a mask
@@ -152,22 +145,19 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             code = _scale_codes(scales, n, (k + BK) // BLOCK + blocks, K // BLOCK)
             wide = tl.broadcast_to(scale.to(dtype)[:, :, None], (BN, BK // BLOCK, BLOCK // PER))
             spread = tl.reshape(wide, (BN, BK // PER))
-        place = m[None, :] * (x_row // PER) + column[:, None]  # of the same columns in x, read as words
+        first = x + m[None, :] * x_row + (k + words // RUN * (RUN * PER) + words % RUN)[:, None]
+        x0, x1 = tl.load(first), tl.load(first + RUN)
         if BITS == 4:
             if ASM:
                 w0, w1, w2, w3 = tl.inline_asm_elementwise(
                     QUARTERS, "=r,=r,=r,=r,r,r", [word, spread],
                     dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
                 )  # fmt: skip
-                four = tl.load(x.to(tl.pointer_type(tl.int64)) + place)
-                x0, x1 = _halves(four.to(tl.int32))
-                x2, x3 = _halves((four >> 32).to(tl.int32))
             else:
                 wide_word = word.to(tl.int32)
                 w0, w1 = _e2m1(wide_word & 15, dtype) * spread, _e2m1((wide_word >> 4) & 15, dtype) * spread
                 w2, w3 = _e2m1((wide_word >> 8) & 15, dtype) * spread, _e2m1((wide_word >> 12) & 15, dtype) * spread
-                x0, x1 = tl.load(x + 4 * place), tl.load(x + 4 * place + 1)
-                x2, x3 = tl.load(x + 4 * place + 2), tl.load(x + 4 * place + 3)
+            x2, x3 = tl.load(first + 2 * RUN), tl.load(first + 3 * RUN)
             out = tl.dot(w2, x2, out, input_precision="ieee")
             out = tl.dot(w3, x3, out, input_precision="ieee")
         else:
@@ -175,10 +165,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]
                 w0, w1 = tl.inline_asm_elementwise(
                     HALVES, "=r,=r,r", [word], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
                 )
-                x0, x1 = _halves(tl.load(x.to(tl.pointer_type(tl.int32)) + place))
             else:
                 w0, w1 = _e4m3(word.to(tl.int32) & 255, dtype), _e4m3((word.to(tl.int32) >> 8) & 255, dtype)
-                x0, x1 = tl.load(x + 2 * place), tl.load(x + 2 * place + 1)
             if BLOCK > 0:
                 w0, w1 = w0 * spread, w1 * spread
         out = tl.dot(w0, x0, out, input_precision="ieee")
@@ -221,14 +209,13 @@ def packed_product(
     Args:
         x: BF16 (FP32 in the interpreter), M up to PACKED_ROWS, K a multiple of PACKED_MULTIPLE; the numbers of a row
             lie next to each other.
-        data: uint8 [N, K * bits / 8]. scales: uint8 [N, K / block], E4M3 with 4 bits and E8M0 with 8; None: none.
+        data: uint8 [N, K * bits / 8], arranged for this kernel (`packed.arranged`).
+        scales: uint8 [N, K / block], E4M3 with 4 bits and E8M0 with 8; None: none.
         after: FP32 [1, 1] or [N, 1]. bits: 4 (E2M1) or 8 (E4M3). block: 0 where there are no block scales.
         asm: unpack in inline assembly.
     """
     rows, width = x.shape
     columns = data.shape[0]
-    if x.stride(0) % 4 or x.data_ptr() % 8:  # it is read four numbers at a time
-        x = x.clone(memory_format=torch.contiguous_format)
     shape = _shape(bits, width)
     tiles = triton.cdiv(columns, shape.tile)
     parts = max(1, min(shape.programs * PROCESSORS // tiles, width // shape.step // 2))
@@ -240,7 +227,7 @@ def packed_product(
         x, data, data if scales is None else scales, data if after is None else after, y, partial,
         _counters(x.device), rows, columns, width, x.stride(0), part,
         BITS=bits, BLOCK=block, BM=PACKED_ROWS, BN=shape.tile, BK=shape.step, ASM=asm,
-        AFTER=0 if after is None else 1 if after.numel() == 1 else 2,
+        AFTER=0 if after is None else 1 if after.numel() == 1 else 2, RUN=PACKED_RUN[bits],
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return y
