@@ -212,6 +212,43 @@ class RlTeacherConfig:
     """The task's rewards are reported and not learned from."""
 
 
+class LoraTarget(StrEnum):
+    """A kind of linear layer in the blocks."""
+
+    all = "all"
+    """Every one of them."""
+    q = "q"
+    k = "k"
+    v = "v"
+    out = "out"
+    """The projection behind attention."""
+    gate = "gate"
+    up = "up"
+    down = "down"
+
+
+class LoraAlso(StrEnum):
+    """What is no linear layer of a block."""
+
+    norms = "norms"
+    embedding = "embedding"
+    head = "head"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA: the weights stay as they are, and a product of two thin matrices, added to each, is learned."""
+
+    rank: int = 0
+    """Columns of one and rows of the other; 0: no adapters, every weight trains."""
+    alpha: float = 32.0
+    """The product is multiplied by alpha / rank."""
+    targets: list[LoraTarget] = field(default_factory=lambda: [LoraTarget.all])
+    """Which layers have adapters."""
+    also: list[LoraAlso] = field(default_factory=list)
+    """What trains as a whole beside them."""
+
+
 @dataclass(frozen=True)
 class WarmStartConfig:
     """Supervised steps on the task's own solutions before the first rollout."""
@@ -239,3 +276,4 @@ class RlConfig(RunConfig):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     teacher: RlTeacherConfig = field(default_factory=RlTeacherConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)

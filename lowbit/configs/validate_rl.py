@@ -13,12 +13,13 @@ from lowbit.configs.schema import (
     DataConfig,
     EngineKind,
     EvalConfig,
+    MlpKind,
     RunConfig,
     ScheduleConfig,
     SourceConfig,
     TokenizerKind,
 )
-from lowbit.configs.schema_rl import Correction, Loss, RlConfig, TaskKind
+from lowbit.configs.schema_rl import Correction, LoraAlso, LoraTarget, Loss, RlConfig, TaskKind
 from lowbit.configs.validate import validate
 
 RANGES = {
@@ -55,6 +56,8 @@ RANGES = {
     "warm_start.check_steps": NATURAL,
     "warm_start.examples": COUNT,
     "warm_start.lr_scale": POSITIVE,
+    "lora.rank": NATURAL,
+    "lora.alpha": POSITIVE,
 }
 
 
@@ -77,6 +80,7 @@ def validate_rl(config: RlConfig) -> None:
     _groups(config)
     _algorithm(config)
     _folders(config)
+    _lora(config)
 
 
 def _as_pretraining(config: RlConfig) -> RunConfig:
@@ -179,6 +183,54 @@ def _folders(config: RlConfig) -> None:
     for key, path in (("algorithm.reference", config.algorithm.reference), ("teacher.path", config.teacher.path)):
         if path and not Path(path).expanduser().is_dir():
             raise refuse(config, key, why="no such folder", works=f"for example {key}=runs/pretrain")
+
+
+def _lora(config: RlConfig) -> None:
+    lora, m = config.lora, config.model
+    if not lora.rank:
+        if lora.also:
+            why = "without adapters everything trains"
+            raise refuse(config, "lora.also", "lora.rank", why=why, works="lora.rank=16 would work")
+        return
+    if not lora.targets:
+        raise refuse(config, "lora.targets", why="no layer would learn", works="lora.targets=[all] would work")
+    _lora_targets(config)
+    if LoraAlso.head in lora.also and m.tied_head:
+        why = "the head is the embedding"
+        raise refuse(config, "lora.also", "model.tied_head", why=why, works="lora.also=[embedding] would work")
+    if config.engine.kind is EngineKind.deepspeed and (config.engine.zero_stage == 3 or config.engine.expert_parallel):
+        key, value = ("zero_stage", "2") if config.engine.zero_stage == 3 else ("expert_parallel", "false")
+        why = "frozen weights stay whole on every rank"
+        raise refuse(config, "lora.rank", f"engine.{key}", why=why, works=f"engine.{key}={value} would work")
+    if config.optim.ema_decay:
+        why = "a product of averages is not the average of products"
+        raise refuse(config, "lora.rank", "optim.ema_decay", why=why, works="optim.ema_decay=null would work")
+    for name in ("outcontrol", "oscireset", "clamp"):
+        key = f"precision.stabilisers.{name}.enabled"
+        if getattr(config.precision.stabilisers, name).enabled:
+            why = "stabilisers look after weights that train, and these are frozen"
+            raise refuse(config, "lora.rank", key, why=why, works=f"{key}=false would work")
+
+
+def _lora_targets(config: RlConfig) -> None:
+    """Layers that there are, one matrix each, not thinner than the adapters."""
+    targets, m = config.lora.targets, config.model
+    head_dim = m.head_dim or m.width // m.heads
+    attention = {LoraTarget.q: m.heads * head_dim, LoraTarget.out: m.heads * head_dim}
+    attention |= dict.fromkeys((LoraTarget.k, LoraTarget.v), m.kv_heads * head_dim)
+    mlp = dict.fromkeys((LoraTarget.gate, LoraTarget.up, LoraTarget.down), m.mlp_width)
+    everything = LoraTarget.all in targets
+    if m.moe.experts and (everything or any(target in mlp for target in targets)):
+        why = "experts are many matrices in one, which have no adapters"
+        raise refuse(config, "lora.targets", "model.moe.experts", why=why, works="lora.targets=[q,k,v,out] would work")
+    if LoraTarget.gate in targets and m.mlp is MlpKind.relu2:
+        works = "lora.targets=[up,down] would work"
+        raise refuse(config, "lora.targets", "model.mlp", why="this network has no gate", works=works)
+    sizes = {**attention, **mlp}
+    most = min(m.width, *(size for target, size in sizes.items() if everything or target in targets))
+    if config.lora.rank > most:
+        why = f"the narrowest of these layers is {most} wide"
+        raise refuse(config, "lora.rank", "lora.targets", why=why, works=f"lora.rank={min(most, 16)} would work")
 
 
 def warm_start_config(config: RlConfig) -> RlConfig:

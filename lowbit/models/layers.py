@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit.models.low_rank import LowRank
+
 
 class Linear(nn.Module):
     """y = x @ weight.T without bias; FP32 master weight [out, in], product in the type of x."""
@@ -27,16 +29,25 @@ class Linear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.weight = nn.Parameter(torch.zeros(out_features, in_features))
+        self.low_rank: LowRank | None = None
         self.frozen: Tensor | None = None
+
+    def effective(self) -> Tensor:
+        """The FP32 weight [out, in] that products multiply with: the parameter, or its sum with what is learned
+        beside it (`low_rank`)."""
+        if self.low_rank is None:
+            return self.weight
+        total: Tensor = self.low_rank(self.weight)
+        return total
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        weight = self.weight.to(x.dtype) if self.frozen is None else self.frozen
+        weight = self.effective().to(x.dtype) if self.frozen is None else self.frozen
         return F.linear(x, weight)
 
     def freeze(self, dtype: torch.dtype) -> None:
         """Make and use a copy of the weight as products in `dtype` read it; see `frozen_weights`."""
-        self.frozen = self.weight.detach().to(dtype)
+        self.frozen = self.effective().detach().to(dtype)
 
     def project_together(self, x: Tensor, others: "Sequence[Linear]") -> tuple[Tensor, ...]:
         """See `project`; a layer that gains from a shared input overrides this."""

@@ -84,7 +84,7 @@ class LowbitLinear(Linear):
         layer = cls.__new__(cls)
         torch.nn.Module.__init__(layer)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
-        layer.weight = linear.weight
+        layer.weight, layer.low_rank = linear.weight, linear.low_rank
         layer.frozen = None
         layer.train(linear.training)
         layer._attach(policy, key, clock)
@@ -139,7 +139,7 @@ class LowbitLinear(Linear):
         if self.retained is not None and self.retained.applies(self.policy):
             outputs = self.retained.products(rows, layers)
         elif self.frozen is None:
-            weights, keys = [layer.weight for layer in layers], [layer.key for layer in layers]
+            weights, keys = [layer.effective() for layer in layers], [layer.key for layer in layers]
             choices = [layer.choice for layer in layers]
             outputs = linear_products(rows, weights, keys, self.clock, self.policy, choices, self.input_amax)
         else:
@@ -164,7 +164,7 @@ class LowbitLinear(Linear):
         stream = Stream(self.key, self.clock, Product.FPROP, Side.RIGHT)
         self.frozen_signs = rotation_signs(self.policy.fprop, stream)
         memory = remembered(self.choice)
-        right = factor(self.weight, self.policy.fprop.right, stream, self.frozen_signs, dtype, memory)
+        right = factor(self.effective(), self.policy.fprop.right, stream, self.frozen_signs, dtype, memory)
         self.frozen, self.frozen_scale = right.operand().to(dtype), right.after()
 
     def extra_repr(self) -> str:
@@ -180,5 +180,6 @@ def _frozen_products(x: Tensor, layers: Sequence[LowbitLinear]) -> tuple[Tensor,
         rights.append(Dense(layer.frozen, layer.frozen_scale))
     first = layers[0]
     stream = Stream(first.key, first.clock, Product.FPROP, Side.LEFT)
-    weights, amax = [layer.weight for layer in layers], first.input_amax
+    weights = [layer.effective() for layer in layers] if first.policy.mean_split else []
+    amax = first.input_amax
     return forward_product(x, weights, rights, stream, first.frozen_signs, first.policy, amax).outputs

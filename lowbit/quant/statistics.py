@@ -67,7 +67,7 @@ def share(mask: Tensor) -> Tensor:
 def weight_statistics(layer: LowbitLinear) -> Tensor | None:
     """Of W in the forward product; None where it is not quantised."""
     spec = layer.policy.fprop.right.spec
-    weight, memory = _ordinary(layer, layer.weight.detach()), None
+    weight, memory = _ordinary(layer, layer.effective().detach()), None
     if layer.choice is not None and spec is not None and spec.rounding in FOUR_OVER_SIX:
         rows, columns = block_counts(weight.shape[0], weight.shape[1], spec)
         memory = Memory(layer.choice[:rows, :columns], 1.0)

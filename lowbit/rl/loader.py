@@ -47,16 +47,17 @@ class RolloutLoader(Loader):
         reference: Transformer | None = None,
         teacher: Transformer | None = None,
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+        as_reference: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`make_producer`: called once the weights are there. `fingerprint`: of the task. `filler`: id of empty places.
 
-        `whole`: inside it every rank has all weights.
+        `whole`: inside it every rank has all weights. `as_reference`: inside it `reference` computes as one.
         """
         self.config, self.engine, self._make_producer = config, engine, make_producer
         self._made: Producer | None = None
         self.fingerprint, self.filler = fingerprint, filler
         self.reference, self.teacher = reference, teacher
-        self.whole = whole
+        self.whole, self.as_reference = whole, as_reference
         self.steps = 0
         """Optimizer steps given out over the whole run: the version of the trainer's weights."""
         self.shown: Sequence[Conversation] = ()
@@ -189,7 +190,8 @@ class RolloutLoader(Loader):
         device = self.engine.device
         index = drawn_index(packed, conversations)
         batch = packed.batch.to(device)
-        values = read_logprobs(model, batch, index.to(device), self.config.rollout.temperature).tolist()
+        with self.as_reference() if name == "reference" else nullcontext():
+            values = read_logprobs(model, batch, index.to(device), self.config.rollout.temperature).tolist()
         at = 0
         for place in packed.places:
             conversation = conversations[place.item]

@@ -3,10 +3,11 @@
 run folder             the run, as `lowbit pretrain` leaves one: `lowbit generate` and `lowbit export` take it
 run folder/rl.yaml     everything that was set
 run folder/samples.jsonl   conversations, readable: text, rewards by part, token ids, log-probabilities, versions
-run folder/warm_start  the supervised run before it, where `warm_start.steps` asks for one
+run folder/warm_start  the supervised run before it, where `warm_start.steps` asks for one; all weights train in it
 
 The sampler has modules of its own, in its own precision, and the trainer's very parameters: nothing is copied, and a
-new version of the weights is only quantised again. A sampler that draws ahead of the trainer has copies.
+new version of the weights is only quantised again. A sampler that draws ahead of the trainer has copies. With LoRA the
+one quantises the sums of weights and adapters, and the other has copies of the sums.
 """
 
 import logging
@@ -14,7 +15,7 @@ import math
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -31,8 +32,9 @@ from lowbit.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer
 from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.kv_codec import KvFormat
-from lowbit.models.layers import weights_and_state
+from lowbit.models.adapters import adapt, merged_weights, without_adapters
 from lowbit.models.transformer import Transformer
+from lowbit.quant.report import collapse
 from lowbit.quant.stages import resolve
 from lowbit.rl.loader import RolloutLoader
 from lowbit.rl.objective import PolicyGradient
@@ -46,10 +48,11 @@ from lowbit.rl.supervised import SupervisedLoader
 from lowbit.rl.tasks import Split, Task, fingerprint, make_task
 from lowbit.trainer.checkpoint import Snapshot
 from lowbit.trainer.distributed import Ranks
-from lowbit.trainer.engine import LocalEngine, wants_compile
+from lowbit.trainer.engine import Engine, LocalEngine, wants_compile
 from lowbit.trainer.launch import open_ranks
 from lowbit.trainer.loaded import build_model, load_run, shown_path
 from lowbit.trainer.loop import Position, Trainer
+from lowbit.trainer.lora import META, require_same_adapters
 from lowbit.trainer.metrics import MetricsLog
 from lowbit.trainer.objective import NextToken, Objective
 from lowbit.trainer.precision import RunPrecision
@@ -138,8 +141,8 @@ class TaskRun(Pretraining):
         return self._collector(share=True)
 
     def weights(self) -> Weights:
-        """The trainer's weights and state by name, whole where the caller has made them so (`whole`)."""
-        return list(weights_and_state(self.model).items())
+        """The trainer's weights and state by name, adapters added; whole where the caller made them so (`whole`)."""
+        return list(merged_weights(self.model).items())
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -293,6 +296,7 @@ class Reinforcement(TaskRun):
             fingerprint=self.data.fingerprint,
             filler=self.data.tokenizer.eot_id,
             reference=self._reference(),
+            as_reference=lambda: without_adapters(self.model),
             teacher=self._teacher(),
             whole=self.whole,
         )
@@ -307,9 +311,13 @@ class Reinforcement(TaskRun):
         return AheadProducer(drawing, self.weights, rollout.staleness // rollout.updates, rollout.seconds)
 
     def _reference(self) -> Transformer | None:
-        """What the KL is to: another run, or what this one began with."""
+        """What the KL is to: another run, or what this one began with. With nothing but adapters to train that is the
+        trainer's own model without them."""
         if not self.rl.algorithm.kl:
             return None
+        lora, moves = self.rl.lora, self.config.model.moe.experts and self.config.model.moe.bias_rate
+        if lora.rank and not lora.also and not moves and not self.rl.algorithm.reference:
+            return self.model
         path = self.rl.algorithm.reference or self.config.init_from
         if path:
             return self._opened("algorithm.reference", path, "latest")
@@ -334,6 +342,25 @@ class Reinforcement(TaskRun):
             )
         return found.model.requires_grad_(False)
 
+    def _make_engine(self) -> Engine:
+        """With LoRA the weights, which are there, are frozen, and adapters are what the engine trains."""
+        lora = self.rl.lora
+        if lora.rank:
+            layers = adapt(self.model, lora.rank, lora.alpha, lora.targets, self.config.seed, lora.also)
+            logger.info("LoRA of rank %d on %s", lora.rank, collapse(layers))
+        return super()._make_engine()
+
+    @property
+    def _adapters(self) -> dict[str, Any] | None:
+        """What a checkpoint remembers of them."""
+        return asdict(self.rl.lora) if self.rl.lora.rank else None
+
+    def _snapshot(self) -> Snapshot | None:
+        snapshot = super()._snapshot()
+        if snapshot is not None:
+            require_same_adapters(snapshot.meta.get(META), self._adapters)
+        return snapshot
+
     def _make_objective(self) -> Objective:
         return PolicyGradient(self.rl.algorithm, self.rl.rollout.temperature)
 
@@ -346,7 +373,7 @@ class Reinforcement(TaskRun):
 
     def _own_state(self) -> dict[str, Any]:
         states = self.ranks.gather(cast(RolloutLoader, self.loader).state())
-        return {"rl": {"ranks": states, "first_accuracy": self.first_accuracy}}
+        return {"rl": {"ranks": states, "first_accuracy": self.first_accuracy}, META: self._adapters}
 
     def _resume(self, snapshot: Snapshot | None) -> Position:
         position = super()._resume(snapshot)

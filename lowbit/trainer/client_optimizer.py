@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.configs.schema import OptimConfig
+from lowbit.models.adapters import MARK
 from lowbit.trainer.hardware import fast_bf16
 from lowbit.trainer.muon import Muon, directions_of
 from lowbit.trainer.optim import GroupRow, build_optimizer, new_state
@@ -101,10 +102,15 @@ class ShardedMuon(torch.optim.Optimizer):
 
 
 def used_in_fp32(name: str, parameter: Tensor) -> bool:
-    """Whether a model computes with this parameter in FP32: gains of norms and other vectors, and routers.
+    """Whether a model computes with this parameter in FP32: gains of norms and other vectors, routers, adapters.
 
-    They are groups of their own under ZeRO, whose weights travel in FP32 and whose gradients are reduced exactly.
+    They are groups of their own under ZeRO, whose weights travel in FP32.
     """
+    return reduced_exactly(name, parameter) or MARK in name
+
+
+def reduced_exactly(name: str, parameter: Tensor) -> bool:
+    """Whether its gradient always travels in FP32: of all but matrices of products, and parts of such."""
     return len(getattr(parameter, "ds_shape", parameter.shape)) < 2 or ".router." in name
 
 

@@ -71,8 +71,9 @@ class DeepSpeedEngine:
         if config.engine.expert_parallel and self.world > 1:
             self._own = OwnExperts(model, ranks, config.optim)
         apart = self._own.parameters if self._own is not None else {}
-        self._names = {id(p): name for name, p in model.named_parameters() if name not in apart}
-        self._parameters = {name: p for name, p in model.named_parameters() if name not in apart}
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._parameters = {n: p for n, p in model.named_parameters() if n not in apart and n not in self._frozen}
+        self._names = {id(p): name for name, p in self._parameters.items()}
         self._wire = Wire(config.comm, self.stage, ranks, model.compute_dtype, config.seed)
         self._ragged = False
         self._holding = False
@@ -298,7 +299,11 @@ class DeepSpeedEngine:
 
     def model_tensors(self) -> dict[str, Tensor]:
         """See `Engine.model_tensors`."""
-        return self.collect(self.weights())
+        return self.collect(self.weights()) | (self._frozen_weights() if self.ranks.first else {})
+
+    def _frozen_weights(self) -> dict[str, Tensor]:
+        """What does not train: no part of ZeRO's, whole on every rank."""
+        return {name: p.detach() for name, p in self._frozen.items()}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """See `Engine.optimizer_tensors`."""
@@ -339,8 +344,14 @@ class DeepSpeedEngine:
         slots = self._slots()
         shapes = {name: part.shape for name, part in self.shards.parts.items()}
         states = {k: t.shape if not t.ndim else shapes[k.rpartition(".")[0]] for k, t in slots.items()}
-        self.ranks.first_does(lambda: check_names("weights", shapes, model))
+        frozen = self._frozen_weights()
+        everything = shapes | {name: p.shape for name, p in frozen.items()}
+        self.ranks.first_does(lambda: check_names("weights", everything, model))
         self.ranks.first_does(lambda: check_names("optimizer states", states, optimizer))
+        for name, held in frozen.items():
+            if self.ranks.first:
+                held.copy_(model[name])
+            dist.broadcast(held, src=0)
         masters = self.weights()
         for name, whole in self.shards.distribute(model, list(masters), self.device):
             masters[name].copy_(self.shards.parts[name].cut(whole))

@@ -25,6 +25,7 @@ from lowbit.models.hf.save import SHARD_BYTES, save_model
 from lowbit.quant.export import WeightEncoder, WeightFormat
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
 from lowbit.trainer.imported import config_of, require_vocabulary, tokenizer_of
+from lowbit.trainer.lora import plain_weights
 
 logger = logging.getLogger("lowbit")
 
@@ -66,7 +67,8 @@ def open_weights(path: Path, checkpoint: str = "latest", *, averaged: bool = Fal
     snapshot = store.load(checkpoint, weights_only=True)
     if averaged and snapshot.ema is None:
         raise CheckpointError(f"{path} keeps no moving average: it was trained with optim.ema_decay=null")
-    tensors = snapshot.model | (snapshot.ema or {}) if averaged else snapshot.model  # state has no average
+    plain = plain_weights(snapshot)
+    tensors = {**plain, **(snapshot.ema or {})} if averaged else plain  # state has no average
     places = [path / "tokenizer", Path(config.data.tokenizer.path or path)]
     side_files = next((found for place in places if (found := _side_files(place))), {})
     return Weights(config, load_tokenizer(path / "tokenizer"), tensors, snapshot.step, side_files)

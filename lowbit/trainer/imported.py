@@ -12,6 +12,7 @@ from lowbit.models.layers import state_buffers, weights_and_state
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore
 from lowbit.trainer.engine import load_tensors
+from lowbit.trainer.lora import plain_weights
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
@@ -84,5 +85,5 @@ def begin_from(path: Path, model: Transformer) -> int:
         return 0
     config = load_config(path / "config.yaml")
     snapshot = CheckpointStore(path / "checkpoints", config.checkpoint).load(weights_only=True)
-    load_tensors(weights_and_state(model), snapshot.model)
+    load_tensors(weights_and_state(model), plain_weights(snapshot))
     return snapshot.step

@@ -21,6 +21,7 @@ from lowbit.trainer.engine import load_tensors
 from lowbit.trainer.hardware import compute_dtype, pick_device
 from lowbit.trainer.identity import differences, shorten
 from lowbit.trainer.imported import begin_from, config_of, require_vocabulary, tokenizer_of
+from lowbit.trainer.lora import plain_weights
 from lowbit.trainer.precision import RunPrecision
 from lowbit.trainer.stabilise import Stabilisers
 
@@ -65,7 +66,7 @@ def load_run(
     saved = snapshot.meta.get("precision") if precision is None else None
     precise, stabilisers = RunPrecision(config, model), Stabilisers(config.precision, model)
     precise.resume(saved, snapshot.step)
-    load_tensors(weights_and_state(model), snapshot.model)
+    load_tensors(weights_and_state(model), plain_weights(snapshot))
     stabilisers.resume(snapshot.stabilisers)
     return LoadedRun(run_dir, config, model, tokenizer, snapshot.step, snapshot.meta["identity"]["data"])
 

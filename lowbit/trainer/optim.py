@@ -7,7 +7,7 @@
         by `ns_steps` Newton-Schulz iterations, so that every direction of the update has about the same length
         (trainer/muon.py).
 
-Four groups of parameters, and each parameter is in exactly one:
+Five groups of parameters, and each parameter that trains is in exactly one:
 
     hidden matrices   2-D (or more) weights inside `blocks.`; weight decay. Muon may take those that are one matrix
                       for all tokens: not routers, and not experts, which come as one tensor of several
@@ -16,6 +16,10 @@ Four groups of parameters, and each parameter is in exactly one:
     embedding         always AdamW, no weight decay: a row is touched only when its token occurs, and decay would
                       shrink the rare ones towards zero in between. A tied head is the embedding, so it has none either
     norms             gains of norms and other vectors: AdamW, no weight decay
+    adapters          of LoRA: always AdamW, no weight decay. Muon evens out the directions of a matrix's own update,
+                      and what counts is that of B A; and it would blow A's first gradients, which are zero or nearly
+                      so while B is, up to full size. Decay would pull towards the frozen weight, which is what a
+                      penalty on the divergence from the reference is for
 
 Weights, gradients and states are FP32; Muon's iterations multiply in BF16. AdamW runs fused: one kernel a group on
 CUDA, one vectorised pass a tensor on the CPU (4 to 8 times faster than the unfused one there). Learning rates are plain
@@ -34,6 +38,7 @@ from torch import Tensor, nn
 
 from lowbit.configs.schema import OptimConfig, OptimizerKind
 from lowbit.errors import CheckpointError, ConfigError
+from lowbit.models.adapters import MARK
 from lowbit.models.cost import mup_ratio
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.muon import Muon
@@ -72,8 +77,10 @@ class _Group:
 
 
 def group_of(name: str, parameter: Tensor) -> str:
-    """Which of the four groups a parameter belongs to, by its full name and its number of dimensions."""
+    """Which of the groups a parameter belongs to, by its full name and its number of dimensions."""
     room = name.split(".", 1)[0]
+    if MARK in name:
+        return "adapters"
     if parameter.ndim < 2:
         return "norms"
     if room == "blocks":
@@ -157,7 +164,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig, with_state: bool = Tr
     Parameters must already lie on their device. Shared parameters (a tied head) count once, under their first name.
     Without `with_state`, whoever shards the states creates them (`new_state`).
     """
-    members: dict[str, dict[str, nn.Parameter]] = {"hidden matrices": {}, "head": {}, "embedding": {}, "norms": {}}
+    members: dict[str, dict[str, nn.Parameter]] = {
+        group: {} for group in ("hidden matrices", "head", "embedding", "norms", "adapters")
+    }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             members[group_of(name, parameter)][name] = parameter

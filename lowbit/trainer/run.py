@@ -276,7 +276,9 @@ class Pretraining:
         assert self.engine is not None
         rows = self.engine.groups()
         parameters = sum(row.parameters for row in rows)
-        logger.info("model %s: %.1f million parameters", self.config.model.name, parameters / 1e6)
+        frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
+        note = f", {parameters / 1e6:.3g} million of them train" if frozen else ""
+        logger.info("model %s: %.1f million parameters%s", self.config.model.name, (parameters + frozen) / 1e6, note)
         for row in rows:
             logger.info("  %s", row)
         if self.ranks.world > 1:

@@ -126,9 +126,10 @@ class Shards:
 
 
 def replicated(model: nn.Module, rank: int, world: int) -> Shards:
-    """Stage 0: every rank keeps everything."""
+    """Stage 0: every rank keeps everything that trains."""
     parts, groups = [], []
-    for index, (name, parameter) in enumerate(model.named_parameters()):
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for index, (name, parameter) in enumerate(trained):
         flat = parameter.detach().view(-1)
         parts.append(Part(name, parameter.shape, 0, parameter.numel(), index, 0))
         groups.append(GroupLayout(flat, parameter.numel(), ()))

@@ -129,7 +129,8 @@ class Stabilisers:
         with measuring(layers) as passing, self._passes(gradients):
             total = loss(batch)
             if gradients:
-                torch.autograd.grad(total / valid, [self._model.embedding.weight])
+                first = next(p for p in self._model.parameters() if p.requires_grad)
+                torch.autograd.grad(total / valid, [first])
         return as_row({f"{name}/weight": found for name, found in weights.items() if found is not None} | passing)
 
     @contextmanager

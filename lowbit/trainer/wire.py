@@ -1,8 +1,8 @@
 """What travels between the ranks of a DeepSpeed engine: in which form, and how many bytes of it.
 
 Gradients: FP32 by DeepSpeed's own reductions, or coded by ours, put in their place (`comm.kind`). Weights, which ZeRO
-shards out and gathers: FP32, or BF16 where the model rounds them to it anyway (`comm.weights`). What is small or used
-in FP32 (`exact_below`, `used_in_fp32`) always travels as FP32.
+shards out and gathers: FP32, or BF16 where the model rounds them to it anyway (`comm.weights`). Gradients of what is
+small (`exact_below`, `reduced_exactly`) and weights that are used in FP32 (`used_in_fp32`) always travel as FP32.
 
 Error feedback and stochastic rounding remember something between steps: `state` and `load` keep it in checkpoints.
 """
@@ -21,7 +21,7 @@ from lowbit.comm.residuals import Clock, Residuals
 from lowbit.comm.weights import count_gathers, gather_groups_in_bf16, gather_parameters_in_bf16
 from lowbit.configs.schema import CommConfig, CommKind
 from lowbit.errors import ConfigError
-from lowbit.trainer.client_optimizer import used_in_fp32
+from lowbit.trainer.client_optimizer import reduced_exactly, used_in_fp32
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.shards import Shards
 
@@ -53,7 +53,7 @@ class Wire:
         config, ranks = self.config, self.ranks
         if config.kind is not CommKind.none:
             least = config.exact_below
-            exact = {id(p) for name, p in parameters.items() if used_in_fp32(name, p) or _numel(p) < least}
+            exact = {id(p) for name, p in parameters.items() if reduced_exactly(name, p) or _numel(p) < least}
             place = (ranks.rank, ranks.world, ranks.local_world)
             reducer, words = make_reducer(config.kind, self.stage == 0, place, device, self._greatest)
             if words:

@@ -255,7 +255,7 @@ class TeLinear(LowbitLinear):
         rows = x.reshape(-1, x.shape[-1])
         missing_rows = -rows.shape[0] % ROW_MULTIPLE.get(recipe.cls, 16)
         padded = F.pad(rows, (0, 0, 0, missing_rows)) if missing_rows else rows
-        weight = {"weight": self.weight.to(torch.bfloat16)}
+        weight = {"weight": self.effective().to(torch.bfloat16)}
         with engine.autocast(enabled=True, recipe=_built(self.policy)):
             y: Tensor = torch.func.functional_call(self._engine_linear(), weight, (padded.to(torch.bfloat16),))
         return y[: rows.shape[0]].reshape(*x.shape[:-1], y.shape[-1]).to(x.dtype)
