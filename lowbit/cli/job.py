@@ -8,6 +8,7 @@ therefore a job keeps its exception (one run) or writes down how it ended (a swe
 
 import json
 import logging
+import multiprocessing
 import os
 import sys
 import traceback
@@ -143,20 +144,28 @@ def run_sweep(given: Sequence[str], task: Task = PRETRAINING) -> None:
         except ConfigError as error:
             raise ConfigError(f"job {number} ({' '.join(_only(settings, swept))}): {error}") from None
     sweep_dir = _sweep_dir([s for s, key in zip(jobs[0], _keys(jobs[0]), strict=True) if key not in swept], task)
-    interrupted = False
+    interrupted, broken = False, None
     try:
         arguments = ["--multirun", *for_hydra(overrides, task.command), f"hydra.sweep.dir={_quoted(sweep_dir)}"]
         _under_hydra(lambda tree: _sweep_job(tree, swept, task, typed), arguments, task)
     except Interrupted:
         interrupted = True
+    except Exception as error:  # a launcher of other processes: one of them was killed, or could not be started
+        broken = error
     outcomes = _outcomes(sweep_dir)
     done = [folder for folder, outcome in outcomes if outcome.exit_code == 0]
     _print_report(sweep_dir, [run for folder in done for run in task.shown(sweep_dir / folder)])
     if interrupted:
         raise Interrupted(f"the sweep was interrupted: {len(done)} of {len(jobs)} jobs are done, in {sweep_dir}")
     failed = [outcome.name for _, outcome in outcomes if outcome.exit_code]
+    ended = {outcome.job for _, outcome in outcomes}
+    silent = [Outcome(n, _only(settings, swept)).name for n, settings in enumerate(jobs) if n not in ended]
+    if broken is not None and (not silent or not outcomes or isinstance(broken, LowbitError)):
+        raise broken
+    failed += [f"{name} without a word" for name in silent]
     if failed:
-        raise LowbitError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}; see {sweep_dir}/*/run.log")
+        names = ", ".join(failed)
+        raise LowbitError(f"{len(failed)} of {len(jobs)} jobs failed: {names}; see {sweep_dir}/*/run.log") from broken
 
 
 def _work(tree: Any, task: Task, typed: Sequence[str] = ()) -> None:
@@ -178,6 +187,7 @@ def _sweep_job(tree: Any, swept: Sequence[str], task: Task, typed: Sequence[Sequ
     folder = Path(hydra.runtime.output_dir)
     settings = _only(hydra.overrides.task, swept)
     outcome = Outcome(hydra.job.num, settings)
+    _allow_children()
     try:
         _work(tree, task, typed[hydra.job.num])
     except KeyboardInterrupt:
@@ -195,6 +205,12 @@ def _sweep_job(tree: Any, swept: Sequence[str], task: Task, typed: Sequence[Sequ
             raise KeyboardInterrupt from error
     finally:
         (folder / OUTCOME).write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+
+
+def _allow_children() -> None:
+    """Joblib starts jobs in a way of its own (loky) that their own processes, which pack documents, would not find."""
+    if multiprocessing.get_start_method(allow_none=True) not in (None, *multiprocessing.get_all_start_methods()):
+        multiprocessing.set_start_method("spawn", force=True)
 
 
 def _log(error: Exception) -> None:

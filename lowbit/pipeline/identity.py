@@ -68,16 +68,14 @@ def tokenizer_of(folder: Path) -> str:
     return load_tokenizer(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder).digest
 
 
-def differences(
-    settings: tuple[Mapping[str, Any], Mapping[str, Any]], inputs: tuple[Mapping[str, str], Mapping[str, str]]
-) -> str:
-    """What changed from the first to the second of each pair, in words; empty where nothing did."""
-    was, now = settings
-    changed = [
-        f"{key} was {show(was.get(key))}, is {show(now.get(key))}"
-        for key in dict.fromkeys((*was, *now))
-        if was.get(key) != now.get(key)
-    ]
+def differences(run: RunConfig, was: Mapping[str, Any], inputs: tuple[Mapping[str, str], Mapping[str, str]]) -> str:
+    """How a run differs from one of those settings, and its inputs (the second ones) from those it had, in words.
+
+    Empty where nothing differs. A key that a later version of lowbit added was at its default.
+    """
+    was = deciding(type(run)()) | dict(was)
+    now = deciding(run)
+    changed = [f"{key} was {show(was.get(key))}, is {show(now[key])}" for key in now if was.get(key) != now[key]]
     more = f", and {len(changed) - SHOWN} more settings" if len(changed) > SHOWN else ""
     given, taken = inputs
     others = [f"{INPUTS[key]} changed" for key in dict.fromkeys((*given, *taken)) if given.get(key) != taken.get(key)]

@@ -97,7 +97,7 @@ class Pipeline:
         if found is None:
             return self._in_free_folder(fresh)
         place = self.folder / found.folder
-        why = differences((found.settings, settings), (found.inputs, inputs))
+        why = differences(run, found.settings, (found.inputs, inputs))
         if not why and found.state is State.done:
             if not place.is_dir():
                 logger.warning("%s: %s is gone, so the stage is done again", stage, shown_path(place))

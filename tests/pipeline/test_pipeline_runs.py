@@ -192,6 +192,13 @@ def test_what_changed_is_named_and_never_replaced(whole: Path, here: Path, caplo
     # What does not decide the result changes nothing.
     run(composed("logging.every_steps=3", "checkpoint.keep_last=5", "data.prefetch=0"), folder, stages)
     assert stages.made == ["pretrain", "distill", "rl"]
+    # Nor does a key, at its default, that an earlier version of lowbit did not have.
+    made = store.read(folder)
+    older = made.stages[Stage.pretrain]
+    less = {key: value for key, value in older.settings.items() if key != "optim.z_loss"}
+    store.write(folder, made.with_record(Stage.pretrain, replace(older, settings=less)))
+    run(composed(), folder, stages)
+    assert stages.made == ["pretrain", "distill", "rl"]
     with pytest.raises(ConfigError) as error:
         run(composed("distill.loss.alpha=0.5"), folder, stages)
     text = str(error.value)

@@ -1,0 +1,84 @@
+"""`-m` of the stages' commands and of the pipeline: a failed job is named, the others finish and are compared."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import Ended, lowbit
+
+from lowbit.cli import job
+from lowbit.errors import LowbitError
+
+STUB = Path(__file__).parent / "stub_stages.py"
+
+
+def stubbed(arguments: list[str], cwd: Path) -> Ended:
+    done = subprocess.run([sys.executable, str(STUB), *arguments], cwd=cwd, capture_output=True, text=True, timeout=280)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def test_sweeps_of_the_stages(tmp_path: Path) -> None:
+    cases = {
+        "distill": ["seed=13,1", "distill=quick"],
+        "rl": ["seed=13,1", "rl=quick"],
+        "pipeline": ["seed=13,1", "rl.algorithm=grpo,gspo", "pipeline=quick", "pretrain.max_steps=3"],
+    }
+    with ThreadPoolExecutor(2) as pool:
+        ended = dict(zip(cases, pool.map(lambda c: stubbed([c[0], "-m", *c[1]], tmp_path), cases.items()), strict=True))
+    for name in ("distill", "rl"):
+        lines = ended[name].err.splitlines()
+        assert ended[name].code == 1 and lines[0] == "lowbit: error: job 0 (seed=13): step 7: loss is nan", lines
+        assert lines[-1].startswith("lowbit: error: 1 of 2 jobs failed: job 0 (seed=13); see")
+        [sweep] = (tmp_path / "multirun" / name).iterdir()
+        assert json.loads((sweep / "1" / "outcome.json").read_text())["exit_code"] == 0
+    lines = ended["pipeline"].err.splitlines()
+    assert lines[0] == "lowbit: error: job 0 (seed=13 rl.algorithm=grpo): step 7: loss is nan", lines
+    assert "2 of 4 jobs failed: job 0 (seed=13 rl.algorithm=grpo), job 1 (seed=13 rl.algorithm=gspo)" in lines[-1]
+    rows = [line.split()[0] for line in ended["pipeline"].out.splitlines() if line[:2] in ("2/", "3/")]
+    assert rows == [f"{n}/{stage}" for n in (2, 3) for stage in ("distill", "pretrain", "rl")], "a line a stage"
+    [sweep] = (tmp_path / "multirun" / "pipeline").iterdir()
+    made = [yaml.safe_load((sweep / n / "whole.yaml").read_text()) for n in "23"]
+    assert [tree["rl"]["algorithm"]["name"] for tree in made] == ["grpo", "gspo"]
+    assert [tree["pretrain"]["max_steps"] for tree in made] == [3, 3]
+
+
+def test_a_job_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher of other processes raises its own error for one that died; the others' results are kept."""
+    monkeypatch.chdir(tmp_path)
+
+    def launched(work: object, arguments: list[str], task: job.Task) -> None:
+        folder = Path(arguments[-1].partition("=")[2].strip("'"))
+        for number in (0, 2):
+            (folder / str(number)).mkdir(parents=True)
+            (folder / str(number) / "outcome.json").write_text(
+                json.dumps({"job": number, "settings": [f"seed={number}"], "exit_code": 0, "error": ""})
+            )
+        raise RuntimeError("a worker died")
+
+    monkeypatch.setattr(job, "_under_hydra", launched)
+    monkeypatch.setattr(job, "_print_report", lambda *_: None)
+    with pytest.raises(LowbitError, match=r"1 of 3 jobs failed: job 1 \(seed=1\) without a word; see"):
+        job.run_sweep(["seed=0,1,2", "preset=quick"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_launchers_that_start_processes(launcher: str, tmp_path: Path) -> None:
+    """Where the extra is installed: real runs in its processes, which pack their documents in more of them."""
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")
+    (tmp_path / "corpus").mkdir()
+    for n in range(20):
+        (tmp_path / "corpus" / f"{n}.txt").write_text(" ".join(map(str, range(n, 200))))
+    settings = [
+        "preset=quick", "max_steps=3", "data=files", "data.sources.files.path=corpus", "data.tokenizer.kind=bytes",
+        "data.held_out=0.2", "data.pack_workers=2", "data.sequence_length=64", "evaluation.sample_tokens=0",
+    ]  # fmt: skip
+    ended = lowbit(["pretrain", *settings, "-m", "optim.lr=1e-3,1e30", f"hydra/launcher={launcher}"], tmp_path)
+    assert ended.code == 1 and "1 of 2 jobs failed: job 1 (optim.lr=1e+30); see" in ended.err, ended.err
+    [sweep] = (tmp_path / "multirun" / "pretrain").iterdir()
+    assert json.loads((sweep / "0" / "outcome.json").read_text())["exit_code"] == 0
+    assert "loss" in json.loads((sweep / "1" / "outcome.json").read_text())["error"]
