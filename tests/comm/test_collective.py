@@ -3,11 +3,11 @@
 Each world size is one launch that runs every case; what the ranks wrote is compared here.
 """
 
-import subprocess
-import sys
+import os
 from functools import cache
 from pathlib import Path
 
+import forked
 import ml_dtypes
 import numpy as np
 import pytest
@@ -28,8 +28,11 @@ Results = list[dict[str, np.ndarray]]
 
 def launch(folder: Path, world: int, suite: str) -> list[int]:
     """Run a suite on `world` processes; their exit codes."""
-    command = [sys.executable, str(WORKER)]
-    ranks = [subprocess.Popen([*command, str(r), str(world), str(folder), suite]) for r in range(world)]
+    printed = [folder / f"printed{r}" for r in range(world)]
+    ranks = [
+        forked.start([str(WORKER), str(r), str(world), str(folder), suite], folder, os.environ, file, file)
+        for r, file in enumerate(printed)
+    ]
     return [rank.wait(timeout=240) for rank in ranks]
 
 

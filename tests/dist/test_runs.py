@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import jobs
 import pytest
 import ranks
@@ -266,7 +267,7 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "uneven").exists()
 
 
-OWN_RANKS = [sys.executable, "-m", "lowbit", "pretrain", "preset=quick", "data=files", "data.sources.files.path=corpus"]
+OWN_RANKS = ["-m", "lowbit", "pretrain", "preset=quick", "data=files", "data.sources.files.path=corpus"]
 OWN_RANKS += ["data.tokenizer.kind=bytes", "data.sequence_length=32", "data.held_out=0.1", "model.layers=1"]
 OWN_RANKS += ["model.width=32", "model.heads=2", "model.kv_heads=1", "model.mlp_width=48", "device=cpu", "max_steps=2"]
 OWN_RANKS += ["evaluation.sample_tokens=0", "evaluation.final_tokens=256", "batch.micro_batch=2"]
@@ -279,8 +280,7 @@ def unlaunched() -> dict[str, str]:
 
 
 def start_own_ranks(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [*OWN_RANKS, *more]
-    return subprocess.run(command, cwd=folder, env=unlaunched(), capture_output=True, text=True, timeout=280)
+    return forked.run([*OWN_RANKS, *more], folder)
 
 
 def test_a_sweep_starts_ranks_for_each_job(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_ranks_that_were_started_fail_and_end_as_one(tmp_path: Path) -> None:
     failed = start_own_ranks(tmp_path, "optim.lr=1e30", "max_steps=5", "run_name=failed")
     assert failed.returncode == 1 and "the run on 2 ranks failed" in failed.stderr
     ended = subprocess.Popen(
-        [*OWN_RANKS, "max_steps=100000", "run_name=long"],
+        [sys.executable, *OWN_RANKS, "max_steps=100000", "run_name=long"],
         cwd=tmp_path,
         env=unlaunched(),
         stdout=subprocess.PIPE,

@@ -1,13 +1,13 @@
 """The cache: what it holds, killed and resumed, made by several, damaged, and of something else."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -40,10 +40,11 @@ def batch_of(dataset: Dataset, samples: list[int], seed: int = 1) -> Batch:
     return dataset.training_batch(*SampleOrder(dataset, seed).locate(np.array(samples, dtype=np.int64)))
 
 
-def process(config: DistillConfig, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+def process(config: DistillConfig, folder: Path, *arguments: str) -> forked.Process:
     stored = folder.parent / f"{folder.name}.yaml"
     save_config(replace(config, cache=replace(config.cache, path=str(folder))), stored)
-    return subprocess.Popen([sys.executable, str(HELPER), str(stored), *arguments], stderr=subprocess.PIPE)
+    printed = folder.parent / "printed"
+    return forked.start([str(HELPER), str(stored), *arguments], folder.parent, os.environ, printed, printed)
 
 
 def test_rows_are_the_teachers_distribution_of_the_next_token(
@@ -145,7 +146,7 @@ def test_four_processes_make_the_same_bytes_as_one(distillation: DistillConfig, 
     folder = tmp_path / "four"
     together = [process(config, folder) for _ in range(3)] + [process(config, folder, "1")]
     codes = [p.wait() for p in together]
-    assert codes[:3] == [0, 0, 0] and codes[3] in (0, -signal.SIGKILL), [p.stderr and p.stderr.read() for p in together]
+    assert codes[:3] == [0, 0, 0] and codes[3] in (0, -signal.SIGKILL), (tmp_path / "printed").read_text()
     assert contents(folder) == contents(tmp_path / "one")
     open_cache(folder, verify=True)
 

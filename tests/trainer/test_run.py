@@ -3,14 +3,13 @@
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import tiny_runs
 import torch
@@ -35,8 +34,8 @@ def assert_same_end(a: Path, b: Path) -> None:
         assert [r.get(key) for r in tiny_runs.rows(a)] == [r.get(key) for r in tiny_runs.rows(b)], key
 
 
-def in_process(config: RunConfig, run_dir: Path, body: str) -> subprocess.Popen[bytes]:
-    """A real second process that runs `body` with `config` and `run_dir` in scope."""
+def in_process(config: RunConfig, run_dir: Path, body: str) -> forked.Process:
+    """A second process that runs `body` with `config` and `run_dir` in scope; `errors` has what it prints."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     stored = run_dir.parent / f"{run_dir.name}.yaml"
     save_config(config, stored)
@@ -45,7 +44,16 @@ def in_process(config: RunConfig, run_dir: Path, body: str) -> subprocess.Popen[
         "from lowbit.configs.stored import load_config\n"
         f"config, run_dir = load_config(pathlib.Path({str(stored)!r})), pathlib.Path({str(run_dir)!r})\n{body}"
     )
-    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    script = stored.with_suffix(".py")
+    script.write_text(code)
+    return forked.start(
+        [str(script)], run_dir.parent, os.environ, stored.with_suffix(".out"), stored.with_suffix(".err")
+    )
+
+
+def errors(run_dir: Path) -> str:
+    """What the last process of this run printed as errors."""
+    return (run_dir.parent / f"{run_dir.name}.err").read_text()
 
 
 SLOW_STEPS = """
@@ -67,13 +75,13 @@ except LowbitError as error:
 """
 
 
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_step(run_dir: Path, step: int, process: forked.Process) -> None:
     """Until the run has logged `step`."""
     for _ in range(600):
         if (run_dir / "metrics.jsonl").exists() and any(r["step"] >= step for r in tiny_runs.rows(run_dir)):
             return
         if process.poll() is not None:
-            raise AssertionError(process.stderr and process.stderr.read().decode())
+            raise AssertionError(errors(run_dir))
         time.sleep(0.05)
     raise AssertionError(f"step {step} never came")
 
@@ -131,7 +139,7 @@ def test_kill_at_any_moment_loses_at_most_since_the_last_checkpoint(tiny_run: Ru
         process = in_process(tiny_run, tmp_path / "parts", SLOW_STEPS + RUN)
         wait_for_step(tmp_path / "parts", 1, process)
         time.sleep(delay)
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         process.wait()
     pretrain(tiny_run, tmp_path / "parts")
     assert_same_end(tmp_path / "whole", tmp_path / "parts")
@@ -145,8 +153,7 @@ def test_a_signal_saves_and_exits_130(tiny_run: RunConfig, tmp_path: Path, numbe
     wait_for_step(tmp_path / "parts", 2, process)
     os.kill(process.pid, number)
     assert process.wait() == 130
-    assert process.stderr is not None
-    assert number.name in process.stderr.read().decode()
+    assert number.name in errors(tmp_path / "parts")
     pretrain(tiny_run, tmp_path / "parts")
     assert_same_end(tmp_path / "whole", tmp_path / "parts")
 
@@ -270,7 +277,7 @@ def test_a_run_that_ends_by_a_lowered_limit_is_measured(tiny_run: RunConfig, tmp
     )
     process = in_process(tiny_run, tmp_path / "run", SLOW_STEPS + RUN)
     wait_for_step(tmp_path / "run", 4, process)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     assert process.wait() == 130
     lower = replace(tiny_run, max_steps=3)
     result = pretrain(lower, tmp_path / "run")
