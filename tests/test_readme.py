@@ -16,8 +16,9 @@ import typer
 
 from lowbit.cli.main import build_app
 from lowbit.configs.compose import compose, compose_for
-from lowbit.configs.overrides import DISTILL, RL, expand_sweep
+from lowbit.configs.overrides import DISTILL, PIPELINE, RL, expand_sweep
 from lowbit.configs.validate import validate
+from lowbit.configs.validate_pipeline import validate_pipeline
 from lowbit.configs.validate_rl import validate_rl
 from lowbit.trainer.network_plan import take_network
 
@@ -103,6 +104,9 @@ def test_a_mentioned_command_is_accepted(command: str, tmp_path: Path, monkeypat
     if shlex.split(command)[1] == "distill":
         for job in expand_sweep(parsed.params.get("overrides") or [], DISTILL):
             compose_for(DISTILL, job)
+    elif name == "pipeline":
+        for job in expand_sweep(parsed.params.get("overrides") or [], PIPELINE):
+            validate_pipeline(compose_for(PIPELINE, job))
     elif name == "rl":
         Path("problems.jsonl").write_text('{"prompt": "a", "answer": "b"}')
         for job in expand_sweep(parsed.params.get("overrides") or [], RL):
