@@ -6,9 +6,10 @@ A decoding step of a small model is bound by the number of its kernels (`kernels
     embedding                is one kernel in place of two, one of which is slow for few tokens
     RMSNorm                  is one kernel in place of three
     the gated MLP            multiplies silu(gate) and up in one
+    a block's last sum       is one with the next block's norm
     attention                normalises, turns and stores in one kernel before it attends
 
-which leaves twelve launches a layer of some twenty-four. Only the sampler's own tree of modules is touched, so the
+which leaves eleven launches a layer of some twenty-four. Only the sampler's own tree of modules is touched, so the
 model as written stays the definition; a layer that does not fit a pattern stays what it is.
 """
 
@@ -23,17 +24,23 @@ from lowbit.infer.cache import View
 from lowbit.infer.packed import PackedLinear
 from lowbit.infer.weights import HeldWeights
 from lowbit.models.attention import AttentionMask
-from lowbit.models.block import KV, Attention, AttentionOutput, Rope
+from lowbit.models.block import KV, Attention, AttentionOutput, Block, Rope, add_and_norm
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, project
 from lowbit.models.moe import Mlp
 from lowbit.models.transformer import Transformer
 
 
 class FusedNorm(RMSNorm):
-    """`RMSNorm` in one kernel."""
+    """`RMSNorm` in one kernel, or in none: where the block before it has added and normalised together."""
+
+    given: tuple[Tensor, Tensor] | None = None
+    """An input and what comes out for it, from whoever has normalised it with this norm's weight already."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> [..., width]."""
+        given, self.given = self.given, None
+        if given is not None and given[0] is x:
+            return given[1]
         y: Tensor = kernels.rms_norm(x, self.weight, self.eps)
         return y
 
@@ -59,6 +66,18 @@ class FusedMlp(Mlp):
         hidden = kernels.silu_mul(gate.flatten(0, -2), up.flatten(0, -2))
         y: Tensor = self.down(hidden.view(*x.shape[:-1], -1))
         return y
+
+
+class FusedBlock(Block):
+    """`Block` whose last sum is one kernel with the norm that comes next."""
+
+    next_norm: FusedNorm
+    """Of the next block, or of the model; not a module of this one."""
+
+    def _ending(self, x: Tensor, delta: Tensor) -> Tensor:
+        x, normed = add_and_norm(x, delta, self.next_norm)
+        self.next_norm.given = (x, normed)
+        return x
 
 
 class FusedAttention(Attention):
@@ -153,9 +172,20 @@ def exchange(model: Transformer) -> None:
         if attention.q_norm is None or attention.q_norm.weight.shape[0] == attention.head_dim:
             _become(attention, Attention, FusedAttention)
     _become(model.final_norm, RMSNorm, FusedNorm)
+    _chain(model)
     _become(model.embedding, Embedding, FusedEmbedding)
     if isinstance(model.embedding, FusedEmbedding):
         model.embedding.dtype = model.compute_dtype
+
+
+def _chain(model: Transformer) -> None:
+    """Let each block's last sum be one kernel with the norm behind it."""
+    norms = [*(block.attention_norm for block in model.blocks[1:]), model.final_norm]
+    for block, norm in zip(model.blocks, norms, strict=True):
+        assert isinstance(block, Block)
+        if not block.norms_after and type(norm) is FusedNorm:
+            _become(block, Block, FusedBlock)
+            block.__dict__["next_norm"] = norm
 
 
 def _become(module: nn.Module, was: type[nn.Module], will: type[nn.Module]) -> None:

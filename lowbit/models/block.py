@@ -199,12 +199,15 @@ class Block(nn.Module):
             x = x + self.mlp_norm(h)
         else:
             a = self.attention(self.attention_norm(x), mask, rope, borrowed, cache, slot)
-            x, h = _add_and_norm(x, a.y, self.mlp_norm)
+            x, h = add_and_norm(x, a.y, self.mlp_norm)
             h, loss, routing = self._mlp(h)
-            x = x + h
+            x = self._ending(x, h)
         if a.loss is not None:
             loss = a.loss if loss is None else loss + a.loss
         return BlockOutput(x, a.kv, loss, routing, a.z)
+
+    def _ending(self, x: Tensor, delta: Tensor) -> Tensor:
+        return x + delta
 
     def _mlp(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if isinstance(self.mlp, Moe):
@@ -213,7 +216,7 @@ class Block(nn.Module):
         return self.mlp(x), None, None
 
 
-def _add_and_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+def add_and_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     """x + delta, and that normalised; one kernel on a GPU."""
     if x.is_cuda:
         total, normed = kernels.add_norm(x, delta, norm.weight, norm.eps)

@@ -107,6 +107,23 @@ def test_joined_products_are_those_of_each_layer(precision: str) -> None:
 
 
 @pytest.mark.usefixtures("written_out")
+def test_norms_made_with_the_sum_before_them_are_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every norm between blocks comes with a sum; what was left of a pass that broke off is nobody's."""
+    engine = _fused(EmbeddedSampler(model_of(torch.bfloat16, **WIDE), None, slots=4))
+    calls = []
+    norm = kernels.rms_norm
+    monkeypatch.setattr(kernels, "rms_norm", lambda *a: calls.append(1) or norm(*a))
+    norms = [*(block.attention_norm for block in engine.model.blocks), engine.model.final_norm]
+    tokens = torch.randint(0, 60, (2, 9))
+    with torch.no_grad():
+        expected = engine.model(tokens)
+        assert all(norm.given is None for norm in norms) and len(calls) == 2 * len(engine.model.blocks) + 1
+        for norm_ in norms[1:]:
+            norm_.given = (torch.zeros(2, 9, 128), torch.ones(2, 9, 128))
+        assert torch.equal(engine.model(tokens), expected)
+
+
+@pytest.mark.usefixtures("written_out")
 def test_parts_of_a_buffer_are_what_layers_hold() -> None:
     engine = _fused(EmbeddedSampler(model_of(torch.bfloat16, **WIDE), None, slots=4))
     attention = engine.model.blocks[1].attention
