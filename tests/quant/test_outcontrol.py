@@ -1,10 +1,10 @@
 """OutControl: channels against a plain FP64 count, products against their composition from the quantisers' calls."""
 
-import subprocess
-import sys
+import os
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -386,11 +386,14 @@ def test_ranks_agree_on_the_sum_of_their_norms(tmp_path: Path) -> None:
     steps_of(toy, ours, 3, 5)
     assert isinstance(toy.q.retained, RetainedChannels)
     rendezvous, here = f"file://{tmp_path}/rendezvous", str(Path(__file__).parent)
+    script = tmp_path / "two_ranks.py"
+    script.write_text(TWO_RANKS)
+    given = [rendezvous, f"{tmp_path}/order", here]
     jobs = [
-        subprocess.Popen([sys.executable, "-c", TWO_RANKS, str(rank), rendezvous, f"{tmp_path}/order", here])
+        forked.start([str(script), str(rank), *given], tmp_path, os.environ, tmp_path / "out", tmp_path / "err")
         for rank in range(2)
     ]
-    assert [job.wait(timeout=280) for job in jobs] == [0, 0]
+    assert [job.wait(timeout=280) for job in jobs] == [0, 0], (tmp_path / "err").read_text()
     for rank in range(2):
         order = torch.load(f"{tmp_path}/order{rank}", weights_only=True)
         assert order[:26].sort().values.tolist() == toy.q.retained.order[:26].sort().values.tolist()

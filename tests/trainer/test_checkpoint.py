@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import forked
 import pytest
 import safetensors.torch
 import torch
@@ -311,8 +312,7 @@ def test_a_background_error_comes_out_at_the_next_save(tmp_path: Path, monkeypat
 
 def _writer(folder: Path, mode: str, number: int) -> list[dict[str, int]]:
     script = Path(__file__).with_name("crashing_writer.py")
-    command = [sys.executable, str(script), str(folder), mode, str(number)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    result = forked.run([str(script), str(folder), mode, str(number)], folder.parent)
     assert result.returncode == 0 and not result.stderr, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 

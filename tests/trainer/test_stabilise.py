@@ -117,8 +117,13 @@ def test_it_waits_for_its_share_of_the_run(small: RunConfig, tmp_path: Path) -> 
     assert [row["step"] for row in tiny_runs.rows(tmp_path / "run") if "quant/reset_share" in row] == [11]
 
 
-@pytest.mark.parametrize("detector", OsciDetector)
-@pytest.mark.parametrize("cut", [3, 5])
+CUTS = [(cut, detector) for cut in (3, 5) for detector in OsciDetector]
+ALWAYS = [(3, OsciDetector.full), (5, OsciDetector.efficient)]
+
+
+@pytest.mark.parametrize(
+    ("cut", "detector"), [pytest.param(*c, marks=() if c in ALWAYS else pytest.mark.exhaustive) for c in CUTS]
+)
 def test_everything_resumes_bit_for_bit(
     small: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, detector: OsciDetector, cut: int
 ) -> None:
