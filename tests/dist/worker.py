@@ -32,6 +32,7 @@ from lowbit.configs.schema import (
     WeightsDtype,
 )
 from lowbit.data.batch import Batch
+from lowbit.models.adapters import adapt, adapted
 from lowbit.models.block import BlockOutput
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.distributed import ALONE, Ranks
@@ -44,6 +45,8 @@ MOE = MoeConfig(experts=4, top_k=2, expert_width=16, shared=1)
 VOCAB = 257
 MICRO_BATCHES = 12
 """In a step, over all ranks: 1, 2, 3 and 4 divide it."""
+PARTS = ("model/", "optimizer/")
+"""What names in a case's file begin with."""
 
 
 def config_of(case: dict[str, Any]) -> RunConfig:
@@ -80,6 +83,18 @@ def build(config: RunConfig, device: torch.device, dtype: torch.dtype = torch.fl
     return model
 
 
+def model_of(case: dict[str, Any], device: torch.device, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model of a case; with `lora` adapters of that rank, which have learned something, on frozen weights."""
+    model = build(config_of(case), device, dtype)
+    if "lora" in case:
+        adapt(model, case["lora"], 8.0, ["all"], seed=1, also=case.get("also", []))
+        with torch.no_grad():
+            for layer in adapted(model).values():
+                assert layer.low_rank is not None
+                layer.low_rank.b.add_(0.01)
+    return model
+
+
 def micro_batch(step: int, index: int) -> Batch:
     """Made-up tokens. The number of valid targets differs, and every fifth micro-batch has none."""
     generator = torch.Generator().manual_seed(1000 * step + index)
@@ -113,6 +128,11 @@ def tensors(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: t.detach().cpu().clone() for name, t in (model | states).items()}
 
 
+def tensors_of(model: Transformer) -> dict[str, torch.Tensor]:
+    """Parameters by name."""
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
 def half_used(model: Transformer, batch: Batch) -> ObjectiveOutput:
     """An objective that leaves the second block without gradients on micro-batches with an odd number of targets."""
     if batch.valid_tokens % 2 == 0:
@@ -135,7 +155,7 @@ def local(case: dict[str, Any], device: str = "cpu") -> tuple[list[Any], dict[st
     """The same case in one process, by `LocalEngine`."""
     config = config_of(case)
     engine = LocalEngine(
-        build(config, torch.device(device)), config.optim, replace(config.engine, kind=EngineKind.local)
+        model_of(case, torch.device(device)), config.optim, replace(config.engine, kind=EngineKind.local)
     )
     objective = OBJECTIVES[case.get("objective", "next_token")]
     return train(engine, ALONE, case.get("steps", 3), objective), tensors(engine)
@@ -147,7 +167,11 @@ def run_case(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.dev
 
     config = config_of(case)
     dtype = torch.bfloat16 if case.get("dtype") == "bf16" else torch.float32
-    engine = DeepSpeedEngine(build(config, device, dtype), config, ranks, device)
+    engine = DeepSpeedEngine(model_of(case, device, dtype), config, ranks, device)
+    if "load" in case:  # a file of an oracle's
+        saved = load_file(case["load"]) if ranks.first else {}
+        model, states = ({n.removeprefix(p): t for n, t in saved.items() if n.startswith(p)} for p in PARTS)
+        engine.load(model, states)
     objective = OBJECTIVES[case.get("objective", "next_token")]
     rows = train(engine, ranks, case.get("steps", 3), objective)
     traffic = engine.traffic()

@@ -4,7 +4,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+import ranks
 import torch
 from changes import changed
 
@@ -223,6 +225,28 @@ def test_statistics_speak_of_the_sums(dense: RlConfig, tmp_path: Path) -> None:
     train(replace(dense, precision=precision, max_steps=1), tmp_path / "run")
     found = {k.split("/")[2] for k in rows(tmp_path / "run")[0] if k.startswith("quant/")}
     assert found == {"weight", "input", "gradient"}
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("comm", ["none", pytest.param("squinch", marks=pytest.mark.exhaustive)])
+def test_two_ranks_of_deepspeed(tmp_path: Path, comm: str) -> None:
+    """The numbers of one process, which then goes on from what two have saved."""
+    quick = ["rl=quick", "device=cpu", "logging.every_steps=1", "task.examine=16", "deterministic=true", "max_steps=3"]
+    quick += ["batch.micro_batch=32", "lora.rank=4", "algorithm.kl=0.01"]
+    two = ["engine=deepspeed", "engine.zero_stage=1", f"comm={comm}", "comm.exact_below=16"]
+    for ended in ranks.run(2, ["-m", "lowbit", "rl", *quick, *two, "run_name=two"], tmp_path):
+        assert ended.code == 0, ended.err[-3000:]
+    same = ["run_name=one", "init_from=runs/two/warm_start", "warm_start.steps=0"]
+    done = forked.run(["-m", "lowbit", "rl", *quick, *same], tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = {name: rows(tmp_path / "runs" / name) for name in ("one", "two")}
+    assert all(row["mismatch/abs_max"] < 2e-5 for row in found["two"])
+    for key, limit in (("reward", 1e-9), ("loss", 1e-4), ("kl", 1e-6), ("grad_norm", 1e-3 if comm == "none" else 0.1)):
+        assert found["two"][0][key] == pytest.approx(found["one"][0][key], rel=limit), key
+    done = forked.run(["-m", "lowbit", "rl", *quick, "run_name=two", "max_steps=4"], tmp_path)
+    assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
