@@ -1,10 +1,9 @@
 """A pipeline of seconds, for every test that runs one."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 from tiny_runs import make_corpus
 
 SETTINGS = [
@@ -45,9 +44,8 @@ def environment() -> dict[str, str]:
 
 
 def lowbit(cwd: Path, *arguments: str, timeout: float = 280) -> tuple[int, str, str]:
-    """Exit code and what a real process prints."""
-    command = [sys.executable, "-m", "lowbit", *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
+    """Exit code and what a process prints."""
+    done = forked.run(["-m", "lowbit", *arguments], cwd, timeout=timeout)
     return done.returncode, done.stdout, done.stderr
 
 
