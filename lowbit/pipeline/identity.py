@@ -1,6 +1,6 @@
 """Is this stage the one that was made? Its settings and inputs as digests, and where they differ, in words.
 
-Settings that do not change what a stage makes (where logs go, how often it saves, on which device it runs) are left
+Settings that do not change what a stage makes (where logs go, how often it saves and evaluates, on which device) are left
 out, and so are paths: what lies at them counts, the weights above all, by the SHA-256 that checkpoints carry anyway.
 """
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.configs.schema import CheckpointConfig, RunConfig
+from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.stored import flatten, plain
 from lowbit.configs.strict import show
 from lowbit.data.tokenizer import load_tokenizer
@@ -19,8 +20,8 @@ from lowbit.trainer.snapshot import read_manifest
 from lowbit.trainer.tensorfile import hash_file
 
 NOT_RESULT = (
-    "run_name", "device", "resume", "resume_allow", "init_from", "logging.", "checkpoint.", "data.cache_dir",
-    "data.prefetch", "data.pack_workers", "data.tokenizer.path", "teacher.path", "teacher.model.", "teacher.max_steps",
+    "run_name", "device", "resume", "resume_allow", "init_from", "logging", "checkpoint", "evaluation",
+    "data.cache_dir", "data.prefetch", "data.pack_workers", "data.tokenizer.path",
     "engine.processes", "engine.rank_timeout_seconds",
 )  # fmt: skip
 """Settings, or sections, that do not decide a stage's result; an input's path is stood for by its digest."""
@@ -36,12 +37,9 @@ SHOWN = 4
 
 def deciding(config: RunConfig) -> dict[str, Any]:
     """A configuration's settings that decide what the run makes, by dotted key."""
-    flat = flatten(plain(config))
-    return {key: value for key, value in flat.items() if not f"{key}.".startswith(_dotted(NOT_RESULT))}
-
-
-def _dotted(keys: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(key if key.endswith(".") else f"{key}." for key in keys)
+    teacher = ("teacher.path", "teacher.model", "teacher.max_steps") if isinstance(config, DistillConfig) else ()
+    left_out = tuple(f"{key}." for key in (*NOT_RESULT, *teacher))
+    return {key: value for key, value in flatten(plain(config)).items() if not f"{key}.".startswith(left_out)}
 
 
 def weights_of(folder: Path) -> str:

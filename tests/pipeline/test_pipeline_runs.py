@@ -190,7 +190,7 @@ def test_what_changed_is_named_and_never_replaced(whole: Path, here: Path, caplo
     run(composed(), folder, stages)
     assert stages.made == ["pretrain", "distill", "rl"]
     # What does not decide the result changes nothing.
-    run(composed("logging.every_steps=3", "checkpoint.keep_last=5", "data.prefetch=0"), folder, stages)
+    run(composed("logging.every_steps=3", "data.prefetch=0", "rl.evaluation.every_steps=1"), folder, stages)
     assert stages.made == ["pretrain", "distill", "rl"]
     # Nor does a key, at its default, that an earlier version of lowbit did not have.
     made = store.read(folder)
@@ -328,3 +328,25 @@ def test_processes_interrupted_by_control_c_and_commands_as_typed(whole: Path, t
         code, _, err = lowbit(cwd, stage, *settings, f"run_name=pipeline/{stage}")
         assert code == 0, err
         same(cwd / "runs" / "pipeline" / stage, whole / "runs" / "pipeline" / stage)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_stages_on_two_ranks(tmp_path: Path) -> None:
+    """The pipeline starts the ranks of each stage; Ctrl-C reaches them, and the same command goes on."""
+    cwd = place(tmp_path)
+    half = ["pretrain.batch.micro_batch=4", "distill.batch.micro_batch=4", "rl.batch.micro_batch=32"]
+    command = ["pipeline", *SETTINGS, "engine=deepspeed", "engine.processes=2", *half]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lowbit", *command],
+        cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    while process.poll() is None and not (cwd / "runs" / "pipeline" / "distill" / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=300)[1].decode()
+    assert process.returncode == 130 and "interrupted in distill" in error.splitlines()[-1], error
+    code, out, err = lowbit(cwd, *command, timeout=600)
+    assert code == 0, err
+    assert "pretrain: done before" in out and "2 ranks, ZeRO" in out and "reached" in out
