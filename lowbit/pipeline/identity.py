@@ -1,7 +1,7 @@
 """Is this stage the one that was made? Its settings and inputs as digests, and where they differ, in words.
 
-Settings that do not change what a stage makes (where logs go, how often it saves and evaluates, on which device) are left
-out, and so are paths: what lies at them counts, the weights above all, by the SHA-256 that checkpoints carry anyway.
+Settings that do not change what a stage makes (where logs go, how often it saves and evaluates, on which device) are
+left out, and so are paths: what lies at them counts, the weights above all, by the SHA-256 that checkpoints carry.
 """
 
 import hashlib
