@@ -11,9 +11,12 @@ A begins normal with deviation 1 / sqrt(in), so that A x is as large as x, and B
 from W itself. Each has a generator keyed by (seed, name), like every parameter. A scale of zero is exactly W.
 
 The sum is one operator to the compiler, which therefore cannot join its product and additions into an expression that
-rounds otherwise: compiled trainer and eager sampler have the same bits.
+rounds otherwise: compiled trainer and eager sampler have the same bits. A sum takes as much memory as the weight and
+rank / tokens of the work of a product with it, so low-bit products make it anew in the backward pass (`again`) rather
+than keep one for every layer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,32 +36,78 @@ class LowRank(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """weight FP32 [out, in] -> the sum, FP32 [out, in]."""
-        total: Tensor = low_rank_sum(weight, self.a, self.b, self.scale)
+        total: Tensor = low_rank_sum(weight, *self.parts)
         return total
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is added: A, B and the scale."""
+        return self.a, self.b, self.scale
 
     def extra_repr(self) -> str:
         return f"rank {self.a.shape[0]}"
 
 
 @torch.library.custom_op("lowbit::low_rank_sum", mutates_args=())
-def low_rank_sum(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """weight [out, in] + scale * b [out, rank] @ a [rank, in], rounded after each of the three."""
+def low_rank_sum(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor, again: bool = False) -> Tensor:
+    """weight [out, in] + scale * b [out, rank] @ a [rank, in], rounded after each of the three.
+
+    again: a backward pass makes the forward's sum once more. To a compiler that is another call, not a reason to keep
+    the sum.
+    """
     return (b @ a).mul_(scale).add_(weight)
 
 
 @low_rank_sum.register_fake
-def _(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+def _(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor, again: bool = False) -> Tensor:
     return torch.empty_like(weight)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
+def low_rank_gradients(grad: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """dA and dB, given that of the sum [out, in]."""
+    return (b.t() @ grad) * scale, (grad @ a.t()) * scale
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-    a, b, scale = ctx.saved_tensors
-    dw, da, db, _ = ctx.needs_input_grad
-    return grad if dw else None, (b.t() @ grad) * scale if da else None, (grad @ a.t()) * scale if db else None, None
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:4])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
+    da, db = low_rank_gradients(grad, *ctx.saved_tensors)
+    return grad if ctx.needs_input_grad[0] else None, da, db, None, None
 
 
 low_rank_sum.register_autograd(_backward, setup_context=_setup)
+
+
+# Several weights at once, for operators that take flat lists of tensors -----------------------------------------------
+
+Parts = Sequence[Tensor | None]
+"""A, B and scale of one weight after the other; three times None where nothing is added. Empty: to none of them."""
+
+
+def parts_of(low_ranks: Sequence[LowRank | None]) -> list[Tensor | None]:
+    """The parts of these, in one list."""
+    if all(low_rank is None for low_rank in low_ranks):
+        return []
+    return [part for low_rank in low_ranks for part in ((None,) * 3 if low_rank is None else low_rank.parts)]
+
+
+def sums(weights: Sequence[Tensor], parts: Parts, again: bool = False) -> list[Tensor]:
+    """Each weight with what is added to it."""
+    found = list(weights)
+    for index in range(len(parts) // 3):
+        a, b, scale = parts[3 * index : 3 * index + 3]
+        if a is not None and b is not None and scale is not None:
+            found[index] = low_rank_sum(weights[index], a, b, scale, again)
+    return found
+
+
+def added_gradients(parts: Parts, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of the parts, given those of the sums."""
+    found: list[Tensor | None] = [None] * len(parts)
+    for index in range(len(parts) // 3):
+        (a, b, scale), grad = parts[3 * index : 3 * index + 3], grads[index]
+        if a is not None and b is not None and scale is not None and grad is not None:
+            found[3 * index], found[3 * index + 1] = low_rank_gradients(grad, a, b, scale)
+    return found

@@ -139,9 +139,10 @@ class LowbitLinear(Linear):
         if self.retained is not None and self.retained.applies(self.policy):
             outputs = self.retained.products(rows, layers)
         elif self.frozen is None:
-            weights, keys = [layer.effective() for layer in layers], [layer.key for layer in layers]
-            choices = [layer.choice for layer in layers]
-            outputs = linear_products(rows, weights, keys, self.clock, self.policy, choices, self.input_amax)
+            weights, keys = [layer.weight for layer in layers], [layer.key for layer in layers]
+            choices, low_ranks = [layer.choice for layer in layers], [layer.low_rank for layer in layers]
+            amax = self.input_amax
+            outputs = linear_products(rows, weights, keys, self.clock, self.policy, choices, amax, low_ranks)
         else:
             alone = self.policy.fprop.rotation != 0  # each copy has its own layer's rotation
             groups = [[layer] for layer in layers] if alone else [layers]

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit.models.low_rank import LowRank, added_gradients, parts_of, sums
 from lowbit.quant.backends.base import Native
 from lowbit.quant.bits import in_type, round_to_bf16
 from lowbit.quant.hadamard import unrotate
@@ -68,20 +69,23 @@ def linear_products(
     policy: LinearPolicy,
     choices: Sequence[Tensor | None] | None = None,
     amax: Tensor | None = None,
+    low_ranks: Sequence[LowRank | None] = (),
 ) -> tuple[Tensor, ...]:
     """x [tokens, in] BF16 or FP32, weights [out, in] FP32 -> each x W^T [tokens, out] in the type of x.
 
-    keys: int64 [2] each. clock: int64 [3]. choices, amax: see `LowbitLinear.choice` and `.input_amax`.
+    keys: int64 [2] each. clock: int64 [3]. choices, amax: see `LowbitLinear.choice` and `.input_amax`. low_ranks: what
+    is added to each weight, if anything.
     """
     choices = choices or [None] * len(weights)
+    added = parts_of(low_ranks)
     if x.shape[0] == 0:  # nothing to quantise: gradients are zeros
-        return tuple(F.linear(x, w.to(x.dtype)) for w in weights)
-    weight_grad = any(w.requires_grad for w in weights)
+        return tuple(F.linear(x, w.to(x.dtype)) for w in sums(weights, added))
+    weight_grad = any(t is not None and t.requires_grad for t in (*weights, *added))
     if not torch.is_grad_enabled() or not (weight_grad or x.requires_grad):
-        return training_forward(x, weights, keys, choices, clock, policy, amax, keeping=False).outputs
+        return training_forward(x, sums(weights, added), keys, choices, clock, policy, amax, keeping=False).outputs
     spec = Call(policy, len(weights), x.requires_grad, weight_grad)
     outputs: tuple[Tensor, ...]
-    outputs = LinearProducts.apply(x, clock, amax, spec, *weights, *keys, *choices)  # type: ignore[no-untyped-call]
+    outputs = LinearProducts.apply(x, clock, amax, spec, *weights, *keys, *choices, *added)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -103,8 +107,9 @@ class LinearProducts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, clock: Tensor, amax: Tensor | None, call: Call, *of_weights: Any
     ) -> tuple[Tensor, ...]:
-        weights, keys, choices = in_threes(of_weights)
-        result = training_forward(x, weights, keys, choices, clock, call.policy, amax, call.weight_grad)
+        (weights, keys, choices), added = in_threes(of_weights[: 3 * call.count]), of_weights[3 * call.count :]
+        used = sums(weights, added)
+        result = training_forward(x, used, keys, choices, clock, call.policy, amax, call.weight_grad)
         kept = keep(x, result, keys[0], clock, call.policy) if call.weight_grad else KeptInput(None)
         ctx.call, ctx.dtype, ctx.shapes = call, x.dtype, kept.shapes
         ctx.save_for_backward(clock, *kept.tensors, *of_weights)
@@ -115,19 +120,20 @@ class LinearProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         clock, data, scales, outer, mean, *of_weights = ctx.saved_tensors
-        weights, keys, choices = in_threes(of_weights)
+        (weights, keys, choices), added = in_threes(of_weights[: 3 * call.count]), of_weights[3 * call.count :]
         dx = None
         pairs = _left_pairs(grads, call)
         if call.input_grad:
             lefts = [left for left, _ in pairs]
-            dx = input_gradient(grads, weights, keys, choices, clock, call.policy, ctx.dtype, lefts)
+            used = sums(weights, added, again=True)
+            dx = input_gradient(grads, used, keys, choices, clock, call.policy, ctx.dtype, lefts)
         dws: tuple[Tensor | None, ...] = (None,) * call.count
         if call.weight_grad:
             kept = KeptInput(data, scales, outer, mean, *ctx.shapes)
             lefts = [left for _, left in pairs]
             found = weight_gradients(grads, kept, weights[0].shape[1], keys, clock, call.policy, ctx.dtype, lefts)
             dws = tuple(dw.to(w.dtype) for dw, w in zip(found, weights, strict=True))
-        return dx, None, None, None, *dws, *(None,) * (2 * call.count)
+        return dx, None, None, None, *dws, *(None,) * (2 * call.count), *added_gradients(added, dws)
 
 
 def in_threes(of_weights: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]:

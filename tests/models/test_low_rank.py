@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
-from lowbit.configs.schema import MlpKind, ModelConfig, PrecisionConfig
+from lowbit.configs.schema import MlpKind, ModelConfig, PrecisionConfig, Recompute
 from lowbit.errors import ConfigError
 from lowbit.models.adapters import adapt, adapted, merge, merged, merged_weights, without_adapters
 from lowbit.models.layers import Linear, frozen_weights, weights_and_state
@@ -192,3 +193,54 @@ def test_siblings_with_and_without_adapters() -> None:
     q, k = (model.get_submodule(f"blocks.0.attention.{name}") for name in "qk")
     assert isinstance(q, LowbitLinear) and q.low_rank is not None and isinstance(k, LowbitLinear)
     assert q.low_rank.a.grad is not None and k.weight.grad is None
+
+
+def kept_bytes(model: Transformer) -> int:
+    """What autograd keeps of a forward pass beside the parameters, in bytes."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(TOKENS[:, :1])
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("precision", ["nvfp4", "mxfp8"])
+def test_sums_are_not_kept_for_the_backward_pass(precision: str) -> None:
+    """Low-bit layers make them anew: with adapters nothing is kept that is as large as the weights."""
+    plain, model = model_of(precision), model_of(precision)
+    adapt(model, 4, 8.0, ["all"], seed=1)
+    weights = 4 * sum(layer.weight.numel() for layer in adapted(model).values())
+    assert weights > 2 * kept_bytes(plain)
+    assert kept_bytes(model) < kept_bytes(plain) + weights / 8
+
+
+@pytest.mark.parametrize("recompute", [Recompute.none, pytest.param(Recompute.full, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.exhaustive), "nvfp4"])
+def test_a_compiled_block_has_eagers_bits(precision: str, recompute: Recompute) -> None:
+    """Forward, dA and dB. Two graphs, since the first block's input needs no gradient, and none for the reference."""
+    found = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        model = model_of(precision, torch.bfloat16)
+        adapt(model, 4, 8.0, ["all"], seed=1)
+        learned(model).set_recompute(recompute)
+        if compiled:
+            for block in model.blocks:
+                block.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+        counters.clear()
+        y = model(TOKENS)
+        y.float().square().sum().backward()
+        graphs = counters["stats"]["unique_graphs"]
+        with without_adapters(model):
+            base = model(TOKENS)
+        assert counters["stats"]["unique_graphs"] == graphs == 2 * compiled
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([y.detach(), base.detach(), *gradients])
+    assert len(found[0]) == 2 + 28
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

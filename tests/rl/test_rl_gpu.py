@@ -61,6 +61,22 @@ def test_sampler_and_trainer_agree(on_gpu: RlConfig, tmp_path: Path, sampler: st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sampler", "limit"), [(None, 5e-4), ("nvfp4", 2e-3), ("nvfp4_w4a16", 1e-3), ("fp8_row", 1e-3)]
+)
+def test_with_adapters_they_agree_as_without(
+    on_gpu: RlConfig, tmp_path: Path, sampler: str | None, limit: float
+) -> None:
+    """Compiled blocks that add A and B to the weights, and a sampler with the sums in packed or joined weights."""
+    given = changed(on_gpu, precision__sampler=sampler, lora__rank=16, algorithm__kl=0.01)
+    train(replace(given, optim=replace(given.optim, lr=3e-3), max_steps=4), tmp_path / "run")
+    found = rows(tmp_path / "run")
+    for row in found:
+        assert row["mismatch/k3_kl"] < limit and row["entropy"] > 0.5, row
+    assert found[0]["kl"] == 0 and found[-1]["kl"] > 0
+
+
+@pytest.mark.slow
 def test_drawing_ahead(on_gpu: RlConfig, tmp_path: Path) -> None:
     train(changed(on_gpu, rollout__staleness=2, max_steps=8), tmp_path / "run")
     assert max(row["stale/steps"] for row in rows(tmp_path / "run")) <= 2
