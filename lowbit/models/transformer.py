@@ -19,7 +19,6 @@ they measured adds up in `take_measured`.
 """
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +38,7 @@ from lowbit.models.visibility import Visibility
 
 SMALL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down.weight", "mlp.shared.down.weight")
 """The projections that write into the residual stream."""
-AS_WRITTEN: dict[str, str | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+AS_WRITTEN: dict[str, Any] = {"emulate_precision_casts": True}
 """Compiled code rounds to BF16 where the model as written does, and gives its bits. Left to itself the compiler keeps
 FP32 between the operations that it joins: more exact, but another number, which a quantiser behind it turns into
 another code now and then, and after a few layers a sampler and a trainer are as far apart as their format is coarse."""
