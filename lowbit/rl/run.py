@@ -348,6 +348,8 @@ class Reinforcement(TaskRun):
         if lora.rank:
             layers = adapt(self.model, lora.rank, lora.alpha, lora.targets, self.config.seed, lora.also)
             logger.info("LoRA of rank %d on %s", lora.rank, collapse(layers))
+            if not self.config.init_from:
+                logger.warning("LoRA on weights that nothing has trained: set init_from or warm_start.steps")
         return super()._make_engine()
 
     @property
