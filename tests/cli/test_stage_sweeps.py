@@ -66,7 +66,7 @@ def test_a_job_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+@pytest.mark.parametrize("launcher", ["joblib", pytest.param("submitit_local", marks=pytest.mark.exhaustive)])
 def test_launchers_that_start_processes(launcher: str, tmp_path: Path) -> None:
     """Where the extra is installed: real runs in its processes, which pack their documents in more of them."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")

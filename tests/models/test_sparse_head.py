@@ -236,7 +236,7 @@ def test_errors_say_what_is_wrong() -> None:
         run(teacher)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_compiled_kernels_are_what_was_tested() -> None:
     """On this CPU's compiler: the same graph that a GPU compiles, fullgraph, for two sizes of the chunk."""
     hidden, weight, targets, weights = _data()

@@ -100,7 +100,7 @@ def test_checkpointing_changes_no_bit(name: str) -> None:
         assert all(map(same_bits, block_results(PRESETS[name], recompute, False), want))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkpointing_changes_no_bit_of_a_compiled_block() -> None:
     """The norms' gradients may differ from eager's in the last place, and then quantised gradients in more."""
     want = block_results(PRESETS["nvfp4"], Recompute.none, True)

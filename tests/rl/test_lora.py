@@ -227,10 +227,10 @@ def test_statistics_speak_of_the_sums(dense: RlConfig, tmp_path: Path) -> None:
     assert found == {"weight", "input", "gradient"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("comm", ["none", pytest.param("squinch", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("comm", ["none", "squinch"])
 def test_two_ranks_of_deepspeed(tmp_path: Path, comm: str) -> None:
     """The numbers of one process, which then goes on from what two have saved."""
     quick = ["rl=quick", "device=cpu", "logging.every_steps=1", "task.examine=16", "deterministic=true", "max_steps=3"]

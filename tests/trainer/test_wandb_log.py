@@ -126,7 +126,7 @@ def test_what_it_is_sent(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("case", ["no key", pytest.param("no network", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["no key", pytest.param("no network", marks=pytest.mark.exhaustive)])
 def test_it_never_stops_a_run(tmp_path: Path, case: str) -> None:
     """The real package in a process of its own: no key, and a server that refuses connections."""
     key = {"WANDB_API_KEY": "0" * 40} if case == "no network" else {}
