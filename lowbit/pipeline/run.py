@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_pipeline import OnChange, PipelineConfig, Stage
-from lowbit.configs.stored import save_config
+from lowbit.configs.stored import plain, save_config
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.errors import CheckpointError, ConfigError, Interrupted, LowbitError
 from lowbit.pipeline import manifest as store
@@ -38,6 +38,8 @@ logger = logging.getLogger("lowbit")
 
 Perform = Callable[[Stage, RunConfig, Path], None]
 """What runs a stage in its folder."""
+NOT_DOCUMENTS = ("cache_dir", "pack_workers", "prefetch")
+"""Settings of the data that change nothing in them."""
 
 
 def run(config: PipelineConfig, folder: Path, perform: Perform = perform) -> Manifest:
@@ -64,7 +66,7 @@ class Pipeline:
         self.kept: set[Stage] = set()
         """Stages that were done before."""
         self._perform = perform
-        self._data: dict[int, Dataset] = {}
+        self._data: dict[str, Dataset] = {}
 
     def stage(self, stage: Stage) -> None:
         """Do a stage, unless it is done."""
@@ -84,10 +86,11 @@ class Pipeline:
             self._perform(stage, run, place)
 
     def _documents(self, run: RunConfig) -> Dataset:
-        """The data of a stage, packed once for all stages that cut them alike."""
-        if run.data.sequence_length not in self._data:
-            self._data[run.data.sequence_length] = prepare_data(run.data, logger.info)
-        return self._data[run.data.sequence_length]
+        """The data of a stage, packed once for all stages that read the same documents and cut them alike."""
+        key = digest({key: value for key, value in plain(run.data).items() if key not in NOT_DOCUMENTS})
+        if key not in self._data:
+            self._data[key] = prepare_data(run.data, logger.info)
+        return self._data[key]
 
     def _record(self, stage: Stage, run: RunConfig, inputs: dict[str, str]) -> Record:
         """The stage's record: the one that is there if it was made from the same, else a new one."""
