@@ -48,8 +48,9 @@ class Forked:
         start_new_session: bool = False,
     ) -> None:
         """`python ARGUMENTS`, which begin with a script or with `-m MODULE`; the output goes to two files."""
-        given = (list(arguments), str(cwd), dict(env), (str(out), str(err)), start_new_session)
-        self._process = server().Process(target=_become, args=given)
+        context = server()
+        given = (list(arguments), str(cwd), dict(env), (str(out), str(err)), start_new_session, _library_paths())
+        self._process = context.Process(target=_become, args=given)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -127,9 +128,18 @@ def run(
         return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
 
 
-@cache
 def server() -> ForkServerContext:
-    """The server of this session. It imports with one thread: a process that has had several must not fork."""
+    """The server of this session, for any thread."""
+    with _STARTING:
+        return _server()
+
+
+_STARTING = threading.Lock()
+
+
+@cache
+def _server() -> ForkServerContext:
+    """It imports with one thread: a process that has had several must not fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     before = dict(os.environ)
@@ -153,7 +163,12 @@ def _library_paths() -> list[str]:
 
 
 def _become(
-    arguments: list[str], cwd: str, env: dict[str, str], output: tuple[str, str], start_new_session: bool
+    arguments: list[str],
+    cwd: str,
+    env: dict[str, str],
+    output: tuple[str, str],
+    start_new_session: bool,
+    library_paths: list[str],
 ) -> None:
     """In the forked process: take on all that makes a process a different one, then run the module or script."""
     if start_new_session:
@@ -166,7 +181,7 @@ def _become(
         os.dup2(file, number)
         os.close(file)
     first = cwd if arguments[0] == "-m" else str(Path(arguments[0]).parent)
-    sys.path[:] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *_library_paths()]
+    sys.path[:] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *library_paths]
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

@@ -42,6 +42,11 @@ def broken(device: str) -> None:
         logits[1, 2500] = bad
         values = draw(logits.to(device), torch.full((3,), 0.3, dtype=torch.float64, device=device), 1.0).cpu()
         assert values[:, 1].isnan().tolist() == [False, True, False]
+        if bad != bad:  # alone in its part of a row
+            logits = torch.zeros(2, 2049)
+            logits[1, 2048] = bad
+            values = draw(logits.to(device), torch.full((2,), 0.3, dtype=torch.float64, device=device), 1.0).cpu()
+            assert values[:, 1].isnan().tolist() == [False, True]
 
 
 def all_cases(device: str) -> None:

@@ -44,7 +44,7 @@ def weights(rows: int, columns: int) -> Tensor:
 if __name__ == "__main__":
     mend_interpreter()
     for name, spec in SPECS.items():
-        for rows, columns, width in ((1, 40, 128), (13, 130, 384), (16, 64, 512)):
+        for rows, columns, width in ((1, 40, 128), (13, 130, 384), (16, 64, 512), (3, 40, 1024)):
             compare(spec, torch.randn(rows, width), weights(columns, width), "cpu", False)
         for x in torch.eye(128).split(16):
             compare(spec, x, weights(40, 128), "cpu", False)

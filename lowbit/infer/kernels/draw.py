@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowbit.infer.kernels import MOST_TOKENS
+
 BLOCK, CHUNK = 256, 2048
 
 
@@ -26,7 +28,9 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     token = chunk * CHUNK + block[:, None] * BLOCK + inside[None, :]
     logit = tl.load(logits + row * row_stride + token, mask=token < V, other=float("-inf"))
     most = tl.max(tl.max(logit, axis=1), axis=0)
-    scaled = tl.where(most == float("-inf"), float("-inf"), tl.div_rn(logit - most, temperature))
+    # The greatest of what is not a number is left out of `most`; the sum has it.
+    scaled = tl.where(logit == logit, float("-inf"), logit)
+    scaled = tl.where(most == float("-inf"), scaled, tl.div_rn(logit - most, temperature))
     chunks = tl.num_programs(1)
     tl.store(greatest + row * chunks + chunk, most)
     tl.store(sums + (row * chunks + chunk) * EACH + block, tl.sum(tl.exp(scaled).to(tl.float64), axis=1))
@@ -81,11 +85,14 @@ def draw(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
         noise: FP64 [rows] in [0, 1). temperature: above 0.
     """
     rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and vocab <= MOST_TOKENS
+    values = torch.empty(rows, 2, dtype=torch.float64, device=logits.device)
+    if rows == 0:
+        return values
     chunks = triton.cdiv(vocab, CHUNK)
     each = CHUNK // BLOCK
     greatest = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     sums = torch.empty(rows, chunks * each, dtype=torch.float64, device=logits.device)
-    values = torch.empty(rows, 2, dtype=torch.float64, device=logits.device)
     _sums_kernel[(rows, chunks)](
         logits, greatest, sums, logits.stride(0), vocab, temperature, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4
     )

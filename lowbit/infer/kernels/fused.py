@@ -146,7 +146,7 @@ def turn_and_store(
 
 @triton.jit
 def _scaled_kernel(y, after, out, SIZE, N, EACH: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    at = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
     inside = at < SIZE
     scale = tl.load(after + at % N, mask=inside, other=0.0) if EACH else tl.load(after)
     number = tl.load(y + at, mask=inside, other=0.0).to(tl.float32) * scale

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.infer.kernels import PACKED_ROWS, PACKED_RUN
+from lowbit.infer.kernels import PACKED_MULTIPLE, PACKED_ROWS, PACKED_RUN
 
 PROCESSORS = 132
 """Of an H100 or H200."""
@@ -216,6 +216,7 @@ def packed_product(
     """
     rows, width = x.shape
     columns = data.shape[0]
+    assert 0 < rows <= PACKED_ROWS and x.stride(1) == 1 and width % PACKED_MULTIPLE == 0
     shape = _shape(bits, width)
     tiles = triton.cdiv(columns, shape.tile)
     parts = max(1, min(shape.programs * PROCESSORS // tiles, width // shape.step // 2))
