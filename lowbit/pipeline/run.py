@@ -24,12 +24,12 @@ from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_pipeline import OnChange, PipelineConfig, Stage
 from lowbit.configs.stored import plain, save_config
 from lowbit.data.dataset import Dataset, prepare_data
-from lowbit.errors import CheckpointError, ConfigError, Interrupted, LowbitError
+from lowbit.errors import ConfigError, Interrupted, LowbitError
 from lowbit.pipeline import manifest as store
 from lowbit.pipeline.identity import deciding, differences, tokenizer_of, weights_of
 from lowbit.pipeline.manifest import Manifest, Record, State, digest
 from lowbit.pipeline.plan import require_space
-from lowbit.pipeline.stages import beginning_of, complete, in_words, inputs_of, perform, reached
+from lowbit.pipeline.stages import beginning_of, changed_outputs, complete, in_words, inputs_of, perform, reached
 from lowbit.pipeline.table import say_end
 from lowbit.trainer.loaded import shown_path
 from lowbit.trainer.lock import RunLock
@@ -105,7 +105,7 @@ class Pipeline:
             if not place.is_dir():
                 logger.warning("%s: %s is gone, so the stage is done again", stage, shown_path(place))
                 return replace(found, state=State.running, outputs={}, reached={}, seconds=0.0)
-            why = _changed_outputs(found, place)
+            why = changed_outputs(found, place)
         if not why:
             return found if found.state is State.done else replace(found, state=State.running, error="")
         if self.config.changed is OnChange.anew:
@@ -160,12 +160,3 @@ class Pipeline:
         place = self.folder / record.folder
         outputs = {"weights": weights_of(place), "tokenizer": tokenizer_of(place)}
         self._write(stage, replace(ended(State.done), outputs=outputs, reached=reached(stage, place)))
-
-
-def _changed_outputs(record: Record, place: Path) -> str:
-    """In words, if what a stage left is not there any more; else nothing."""
-    try:
-        same = weights_of(place) == record.outputs["weights"]
-    except CheckpointError as error:
-        return f"its weights are gone ({error})"
-    return "" if same else "its newest checkpoint is not the one that the pipeline left there"

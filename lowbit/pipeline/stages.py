@@ -15,15 +15,16 @@ from lowbit.configs.stored import plain
 from lowbit.configs.validate_distill import validate_cache
 from lowbit.configs.validate_rl import validate_rl
 from lowbit.data.dataset import Dataset
-from lowbit.errors import ConfigError, LowbitError
+from lowbit.errors import CheckpointError, ConfigError, LowbitError
 from lowbit.infer.precision import check_sampler
 from lowbit.pipeline.identity import tokenizer_of, weights_of
-from lowbit.pipeline.manifest import Manifest, State
+from lowbit.pipeline.manifest import Manifest, Record, State
 from lowbit.quant.stages import resolve
 from lowbit.rl.tasks import fingerprint, make_task
 from lowbit.trainer.hardware import compute_dtype, pick_device
 from lowbit.trainer.imported import beginning
 from lowbit.trainer.jsonl import read_rows
+from lowbit.trainer.loaded import shown_path
 from lowbit.trainer.metrics import FILE as METRICS
 
 logger = logging.getLogger("lowbit")
@@ -41,7 +42,9 @@ def check_sampling(config: PipelineConfig) -> None:
 def beginning_of(stage: Stage, config: PipelineConfig, folder: Path, manifest: Manifest) -> Path | None:
     """The folder whose weights a stage takes; None for the first, which takes none.
 
-    Raises LowbitError when there is none yet: with the stage that makes them, and how to name others.
+    That is where `GIVEN` says, or the nearest stage before it that is done, now or in an earlier command.
+
+    Raises LowbitError when there is none yet, or not as it was left: with what makes it, and how to name others.
     """
     if stage is Stage.pretrain:
         return None
@@ -49,9 +52,7 @@ def beginning_of(stage: Stage, config: PipelineConfig, folder: Path, manifest: M
     if given:
         return Path(given).expanduser()
     before = [other for other in Stage if list(Stage).index(other) < list(Stage).index(stage)]
-    wanted = [other for other in before if other in config.stages] or [
-        other for other in before if other in manifest.stages
-    ]
+    wanted = [other for other in before if other in config.stages or other in manifest.stages]
     if not wanted:
         raise ConfigError(
             f"{stage} takes the weights of a stage before it, and {folder} has none; "
@@ -61,7 +62,22 @@ def beginning_of(stage: Stage, config: PipelineConfig, folder: Path, manifest: M
     if record is None or record.state is not State.done:
         state = "was not begun" if record is None else f"is {record.state}"
         raise LowbitError(f"{stage} takes the weights of {wanted[-1]}, which {state} in {folder}: add it to stages")
-    return folder / record.folder
+    place = folder / record.folder
+    if wanted[-1] not in config.stages and (why := changed_outputs(record, place)):
+        raise LowbitError(
+            f"{stage} takes the weights of {wanted[-1]} in {shown_path(place)}, but {why}: put them back, add "
+            f"{wanted[-1]} to stages, or name the folder in {GIVEN[stage]} to take it as it is"
+        )
+    return place
+
+
+def changed_outputs(record: Record, place: Path) -> str:
+    """In words, if what a finished stage left is not there any more; else nothing."""
+    try:
+        same = weights_of(place) == record.outputs["weights"]
+    except CheckpointError as error:
+        return f"its weights are gone ({error})"
+    return "" if same else "its newest checkpoint is not the one that the pipeline left there"
 
 
 def complete(stage: Stage, config: PipelineConfig, start: Path | None) -> RunConfig:

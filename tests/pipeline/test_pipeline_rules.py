@@ -1,4 +1,4 @@
-"""What a pipeline decides before and after its stages. The stages are stand-ins that leave a folder a run would leave."""
+"""What a pipeline decides before and after its stages, with stand-ins that leave a folder like a run's."""
 
 from pathlib import Path
 
@@ -8,9 +8,13 @@ from pipeline_runs import SETTINGS, place
 from lowbit.configs.compose import compose_for
 from lowbit.configs.overrides import PIPELINE
 from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.schema_pipeline import PipelineConfig, Stage
 from lowbit.configs.stored import save_config
+from lowbit.configs.validate_distill import student_config
 from lowbit.data.dataset import prepare_data
+from lowbit.data.tokenizer import bytes_tokenizer
+from lowbit.errors import LowbitError
 from lowbit.pipeline import manifest as store
 from lowbit.pipeline.run import run
 
@@ -29,11 +33,9 @@ class Leaving:
     def __call__(self, stage: Stage, run: RunConfig, folder: Path) -> None:
         self.made.append(folder.name)
         folder.mkdir(parents=True, exist_ok=True)
-        save_config(run, folder / "config.yaml")
+        save_config(student_config(run) if isinstance(run, DistillConfig) else run, folder / "config.yaml")
         (folder / "model.safetensors").write_text(f"weights of {folder.name}")
-        tokens = prepare_data(run.data, lambda _: None).tokenizer if run.data.sources else None
-        if tokens is not None:
-            tokens.save(folder / "tokenizer")
+        bytes_tokenizer().save(folder / "tokenizer")
 
 
 @pytest.fixture
@@ -51,3 +53,31 @@ def test_stages_that_read_other_documents_have_other_data(folder: Path) -> None:
     assert {stage: record.inputs["data"] for stage, record in made.stages.items()} == alone
     assert alone[Stage.pretrain] != alone[Stage.distill]
     assert store.read(folder).stages == made.stages
+
+
+def test_a_stage_left_out_is_what_the_next_begins_from(folder: Path, tmp_path: Path) -> None:
+    """If it was done; else the one before it is, and a fresh folder's `stages=[pretrain,rl]` trains the teacher."""
+    made = run(composed("stages=[pretrain,distill]"), folder, Leaving())
+    made = run(composed("stages=[pretrain,rl]"), folder, Leaving())
+    assert made.stages[Stage.rl].inputs["weights"] == made.stages[Stage.distill].outputs["weights"]
+    fresh = run(composed("stages=[pretrain,rl]", "run_name=fresh"), tmp_path / "runs" / "fresh", Leaving())
+    assert fresh.stages[Stage.rl].inputs["weights"] == fresh.stages[Stage.pretrain].outputs["weights"]
+    assert fresh.stages[Stage.pretrain].outputs["weights"] != made.stages[Stage.distill].outputs["weights"]
+
+
+def test_a_stage_left_out_must_be_as_it_was_left(folder: Path) -> None:
+    stages = Leaving()
+    run(composed("stages=[pretrain,distill]"), folder, stages)
+    weights = folder / "distill" / "model.safetensors"
+    left = weights.read_text()
+    weights.write_text("trained on")
+    with pytest.raises(
+        LowbitError, match=r"^rl takes .* of distill in .*, but its newest .* name the folder in rl\.in"
+    ):
+        run(composed("stages=[rl]"), folder, stages)
+    weights.unlink()
+    with pytest.raises(LowbitError, match=r"^rl takes the weights of distill in .*, but its weights are gone"):
+        run(composed("stages=[rl]"), folder, stages)
+    weights.write_text(left)
+    run(composed("stages=[rl]"), folder, stages)
+    assert stages.made == ["pretrain", "distill", "rl"]
