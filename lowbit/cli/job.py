@@ -154,18 +154,45 @@ def run_sweep(given: Sequence[str], task: Task = PRETRAINING) -> None:
         broken = error
     outcomes = _outcomes(sweep_dir)
     done = [folder for folder, outcome in outcomes if outcome.exit_code == 0]
-    _print_report(sweep_dir, [run for folder in done for run in task.shown(sweep_dir / folder)])
+    ending: Exception | None
     if interrupted:
-        raise Interrupted(f"the sweep was interrupted: {len(done)} of {len(jobs)} jobs are done, in {sweep_dir}")
-    failed = [outcome.name for _, outcome in outcomes if outcome.exit_code]
-    ended = {outcome.job for _, outcome in outcomes}
-    silent = [Outcome(n, _only(settings, swept)).name for n, settings in enumerate(jobs) if n not in ended]
+        ending = Interrupted(f"the sweep was interrupted: {len(done)} of {len(jobs)} jobs are done, in {sweep_dir}")
+    else:
+        names = [Outcome(number, _only(settings, swept)).name for number, settings in enumerate(jobs)]
+        ending = _ending([outcome for _, outcome in outcomes], names, broken, sweep_dir)
+    try:
+        _print_report(sweep_dir, [run for folder in done for run in task.shown(sweep_dir / folder)])
+    finally:
+        if ending is not None:  # which jobs failed is said whatever became of the report
+            raise ending
+
+
+def _ending(
+    outcomes: Sequence[Outcome], names: Sequence[str], broken: Exception | None, sweep_dir: Path
+) -> Exception | None:
+    """What a sweep that went through ends with: an error, or None. broken: what the launcher raised.
+
+    A job that left no outcome is named on the console at once; the others have done so themselves.
+    """
+    ended = {outcome.job for outcome in outcomes}
+    silent = [f"{name} without a word" for number, name in enumerate(names) if number not in ended]
     if broken is not None and (not silent or not outcomes or isinstance(broken, LowbitError)):
-        raise broken
-    failed += [f"{name} without a word" for name in silent]
-    if failed:
-        names = ", ".join(failed)
-        raise LowbitError(f"{len(failed)} of {len(jobs)} jobs failed: {names}; see {sweep_dir}/*/run.log") from broken
+        return broken
+    failed = [outcome.name for outcome in outcomes if outcome.exit_code] + silent
+    if not failed:
+        return None
+    for name in silent:
+        print(f"lowbit: error: {name}", file=sys.stderr)
+    reason = ""
+    if broken is not None:
+        logger.error("the launcher of the jobs failed", exc_info=broken)
+        lines = str(broken).strip().splitlines()
+        reason = f"; {type(broken).__name__}: {lines[0]}" if lines else f"; {type(broken).__name__}"
+    error = LowbitError(
+        f"{len(failed)} of {len(names)} jobs failed: {', '.join(failed)}{reason}; see {sweep_dir}/*/run.log"
+    )
+    error.__cause__ = broken
+    return error
 
 
 def _work(tree: Any, task: Task, typed: Sequence[str] = ()) -> None:

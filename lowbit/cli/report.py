@@ -28,6 +28,7 @@ def report(
     ] = None,
 ) -> None:
     """Compare runs: print a table, and write a web page that needs no network and a picture of the main curves."""
-    from lowbit.trainer.report import full_report
+    from lowbit.trainer.report import report_lines
 
-    typer.echo("\n".join(full_report(runs, out, None if over is None else over.value)))
+    for line in report_lines(runs, out, None if over is None else over.value):
+        typer.echo(line)

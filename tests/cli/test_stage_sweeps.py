@@ -46,8 +46,18 @@ def test_sweeps_of_the_stages(tmp_path: Path) -> None:
     assert [tree["pretrain"]["max_steps"] for tree in made] == [3, 3]
 
 
-def test_a_job_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher of other processes raises its own error for one that died; the others' results are kept."""
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_job_that_was_killed_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    reports: bool,
+) -> None:
+    """A launcher of other processes raises its own error for one that died; the others' results are kept.
+
+    The job is named before the report, and whatever becomes of that; the launcher's own words come with it.
+    """
     monkeypatch.chdir(tmp_path)
 
     def launched(work: object, arguments: list[str], task: job.Task) -> None:
@@ -57,12 +67,23 @@ def test_a_job_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
             (folder / str(number) / "outcome.json").write_text(
                 json.dumps({"job": number, "settings": [f"seed={number}"], "exit_code": 0, "error": ""})
             )
-        raise RuntimeError("a worker died")
+        raise RuntimeError("a worker died\nof many lines")
+
+    before: list[str] = []
+
+    def shown(*_: object) -> None:
+        before.append(capsys.readouterr().err)
+        if not reports:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "_under_hydra", launched)
-    monkeypatch.setattr(job, "_print_report", lambda *_: None)
-    with pytest.raises(LowbitError, match=r"1 of 3 jobs failed: job 1 \(seed=1\) without a word; see"):
+    monkeypatch.setattr(job, "_print_report", shown)
+    said = r"1 of 3 jobs failed: job 1 \(seed=1\) without a word; RuntimeError: a worker died; see"
+    with pytest.raises(LowbitError, match=said):
         job.run_sweep(["seed=0,1,2", "preset=quick"])
+    assert before == ["lowbit: error: job 1 (seed=1) without a word\n"]
+    [record] = [record for record in caplog.records if record.name == "lowbit"]
+    assert record.exc_info and record.exc_info[1] is not None and "of many lines" in str(record.exc_info[1])
 
 
 @pytest.mark.slow

@@ -189,6 +189,26 @@ def test_a_sweep_a_running_one_and_damage(tmp_path: Path) -> None:
     assert sweep_report(sweep, [sweep / "11"]) == []
 
 
+def test_damage_of_any_kind_does_not_end_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder named by a digit that is no number, remarks that are none; and an error that nobody thought of."""
+    for name in ("²", "10", "9"):
+        run = write_run(tmp_path / "sweep" / name, pretraining(3))
+    assert [run.name for run in read_runs([tmp_path / "sweep"])] == ["9", "10", "²"]
+    damaged = [REPORTS[0] | {"remarks": [5, ["blocks.1", "kept"], "no"]}, {"remarks": 5, "rows": 5}]
+    (run / "precision.json").write_text(json.dumps(damaged))
+    lines = sweep_report(tmp_path / "sweep", [run])
+    assert [line.split(":")[0] for line in lines[1:]] == ["report", "curves"]
+    assert "blocks.1: kept" in Page((tmp_path / "sweep" / "report.html").read_text()).words()
+
+    def failing(*_: object) -> None:
+        raise ZeroDivisionError("of two\nlines")
+
+    monkeypatch.setattr("lowbit.trainer.report.draw_runs", failing)
+    lines = sweep_report(tmp_path / "sweep", [run])
+    assert lines[0].startswith("run ") and lines[1].startswith("report: "), "what was made is still said"
+    assert lines[2:] == ["no report: ZeroDivisionError: of two lines"]
+
+
 def test_pipelines_and_sweeps_of_them(tmp_path: Path) -> None:
     """The stages that the manifest names, in its order, not what lies beside them; through two levels of folders."""
     for job in ("0", "1"):

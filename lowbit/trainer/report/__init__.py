@@ -4,7 +4,7 @@ Running, killed and finished runs are read alike, and sweeps as all their jobs. 
 `full_report` is what `lowbit report` prints and leaves, and `sweep_report` the same at the end of a sweep.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lowbit.errors import ConfigError, LowbitError
@@ -22,6 +22,7 @@ __all__ = [
     "failed_jobs",
     "full_report",
     "read_runs",
+    "report_lines",
     "sweep_report",
     "write_page",
 ]
@@ -32,7 +33,14 @@ PAGE = (".html", ".htm")
 def full_report(
     paths: Sequence[Path], out: Path, over: str | None = None, failed: Sequence[str] | None = None
 ) -> list[str]:
-    """Table, page and picture of the runs, or sweeps, in these folders; returns what to print.
+    """All of `report_lines`."""
+    return list(report_lines(paths, out, over, failed))
+
+
+def report_lines(
+    paths: Sequence[Path], out: Path, over: str | None = None, failed: Sequence[str] | None = None
+) -> Iterator[str]:
+    """Table, page and picture of the runs, or sweeps, in these folders; yields what to print, each as it is made.
 
     Args:
         out: path of the picture or the page; the other one lies beside it. Without an ending: .png and .html.
@@ -44,12 +52,14 @@ def full_report(
     runs = read_runs(paths)
     named = failed_jobs(paths) if failed is None else failed
     page = out if out.suffix in PAGE else out.with_suffix(".html")
-    lines = [text_table(runs), f"report: {write_runs(runs, page, over, named)}"]
+    yield text_table(runs)
+    yield f"report: {write_runs(runs, page, over, named)}"
     try:
-        lines.append(f"curves: {draw_runs(runs, out.with_suffix('') if out.suffix in PAGE else out)}")
+        picture = draw_runs(runs, out.with_suffix(".png") if out.suffix in PAGE else out)
     except ConfigError as error:
-        lines.append(f"no picture: {error}")
-    return lines
+        yield f"no picture: {error}"
+    else:
+        yield f"curves: {picture}"
 
 
 def sweep_report(sweep_dir: Path, folders: Sequence[Path]) -> list[str]:
@@ -57,7 +67,11 @@ def sweep_report(sweep_dir: Path, folders: Sequence[Path]) -> list[str]:
     runs = [folder for folder in folders if (folder / FILE).is_file()]
     if not runs:
         return []
+    lines: list[str] = []
     try:
-        return full_report(runs, sweep_dir / "report", failed=failed_jobs([sweep_dir]))
-    except LowbitError as error:
-        return [f"no report: {error}"]
+        for line in report_lines(runs, sweep_dir / "report", failed=failed_jobs([sweep_dir])):
+            lines.append(line)
+    except Exception as error:  # whatever is wrong with a file: the sweep itself has more to say
+        said = error if isinstance(error, LowbitError) else f"{type(error).__name__}: {error}"
+        lines.append(f"no report: {' '.join(str(said).split())}")
+    return lines

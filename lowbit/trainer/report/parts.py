@@ -130,7 +130,7 @@ def precision(runs: Sequence[Run]) -> Html:
 
 
 def _policy(report: dict[str, Any]) -> Html:
-    rows = [row for row in report.get("rows") or [] if isinstance(row, dict)]
+    rows = [row for row in _listed(report.get("rows")) if isinstance(row, dict)]
     change = f": {report['change']}" if report.get("change") else ""
     title = f"{report.get('when', '')}{change}, on {report.get('device', '?')}, everything else in "
     head = tag("p", tag("b", title + str(report.get("dtype", "?")).upper()))
@@ -153,13 +153,17 @@ def _policy(report: dict[str, Any]) -> Html:
                 row.get("note", ""),
             ]
         )
-    remarks = [
-        tag("p", f"{remark[0]}: {remark[1]}", cls="soft") for remark in report.get("remarks") or [] if len(remark) == 2
-    ]
+    pairs = [remark for remark in _listed(report.get("remarks")) if len(_listed(remark)) == 2]
+    remarks = [tag("p", f"{layer}: {words}", cls="soft") for layer, words in pairs]
     cut = (
         tag("p", f"{CUT}{len(rows) - MOST_POLICY_ROWS} more rows", cls="soft") if len(rows) > MOST_POLICY_ROWS else None
     )
     return join([head, table(header, cells), cut, remarks])
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """The value where it is a list, as it should be; else nothing."""
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 # Format error ---------------------------------------------------------------------------------------------------

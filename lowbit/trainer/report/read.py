@@ -236,7 +236,7 @@ def _json(path: Path) -> Any:
 
 def _natural(path: Path) -> tuple[Any, ...]:
     """Order of paths in which job 10 comes after job 9."""
-    return tuple((0, int(part), part) if part.isdigit() else (1, 0, part) for part in path.parts)
+    return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in path.parts)
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
