@@ -102,14 +102,14 @@ def _task() -> "Task":
         run(config, run_dir, _perform)
 
     def check(config: Any) -> None:
-        from lowbit.pipeline.stages import check_sampling
-
         if torchrun.world() > 1:
             raise ConfigError(
                 f"{torchrun.world()} processes: a pipeline starts the ranks of its stages itself; leave torchrun "
                 "out, and set engine.processes"
             )
         validate_pipeline(config)
+        from lowbit.pipeline.stages import check_sampling  # PyTorch, which most mistakes need not wait for
+
         check_sampling(config)
 
     return Task(

@@ -10,6 +10,8 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -96,17 +98,15 @@ def read(folder: Path) -> Manifest:
         ) from None
 
 
-def write(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest. Raises LowbitError when the disk is full; the one before it is then still there."""
-    path = folder / FILE
-    content = {"format": FORMAT} | asdict(manifest)
-    temporary = path.with_name(f".{FILE}.new")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where a file is written before it takes the place of the one at `path`.
+
+    Raises LowbitError when the disk is full; the file before it is then still there.
+    """
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        yield temporary
     except OSError as error:
         temporary.unlink(missing_ok=True)
         cause = "the disk is full" if error.errno in DISK_FULL else str(error.strerror or error)
@@ -114,6 +114,18 @@ def write(folder: Path, manifest: Manifest) -> None:
             f"{path} cannot be written ({cause}): what the stages have finished is kept; free some space, and the same "
             "command goes on"
         ) from error
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Replace the manifest. Raises LowbitError when the disk is full; the one before it is then still there."""
+    path = folder / FILE
+    content = {"format": FORMAT} | asdict(manifest)
+    with replacing(path) as temporary:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
 
 
 def _record(value: dict[str, Any]) -> Record:

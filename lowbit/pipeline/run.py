@@ -49,9 +49,9 @@ def run(config: PipelineConfig, folder: Path, perform: Perform = perform) -> Man
     """
     with RunLock(folder):
         pipeline = Pipeline(config, folder, perform)
-        save_config(config, folder / "pipeline.yaml")
         for stage in config.stages:
             pipeline.stage(stage)
+        pipeline.keep_settings()
     say_end(config, folder, pipeline.manifest, pipeline.kept)
     return pipeline.manifest
 
@@ -67,6 +67,7 @@ class Pipeline:
         """Stages that were done before."""
         self._perform = perform
         self._data: dict[str, Dataset] = {}
+        self._settings_kept = False
 
     def stage(self, stage: Stage) -> None:
         """Do a stage, unless it is done."""
@@ -80,10 +81,19 @@ class Pipeline:
             return
         place = self.folder / record.folder
         require_space(stage, run, place)
+        self.keep_settings()
         logger.info("%s: %s, in %s", stage, record.precision, shown_path(place))
         self._write(stage, record)
         with self._recording(stage, record):
             self._perform(stage, run, place)
+
+    def keep_settings(self) -> None:
+        """Write pipeline.yaml, once it is known that something is made with these settings, or was."""
+        if not self._settings_kept:
+            path = self.folder / "pipeline.yaml"
+            with store.replacing(path):
+                save_config(self.config, path)
+            self._settings_kept = True
 
     def _documents(self, run: RunConfig) -> Dataset:
         """The data of a stage, packed once for all stages that read the same documents and cut them alike."""

@@ -1,5 +1,7 @@
 """`lowbit pipeline` as typed: mistakes are one line, exit code 2 and no folder; what is printed without running."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,24 @@ def test_what_is_printed_and_nothing_left(tmp_path: Path) -> None:
     )  # fmt: skip
     assert launched.code == 2 and "set engine.processes" in launched.err, launched.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_mistake_does_not_wait_for_pytorch(tmp_path: Path) -> None:
+    script = """
+import sys
+from lowbit.cli.main import main
+code = 0
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+print(code, "torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, "pipeline", "rl.rollout.temperature=0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "rl: rollout.temperature=0.0" in done.stderr and done.stdout.split() == ["2", "False"], done

@@ -1,5 +1,6 @@
 """What a pipeline decides before and after its stages, with stand-ins that leave a folder like a run's."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from lowbit.configs.stored import save_config
 from lowbit.configs.validate_distill import student_config
 from lowbit.data.dataset import prepare_data
 from lowbit.data.tokenizer import bytes_tokenizer
-from lowbit.errors import LowbitError
+from lowbit.errors import ConfigError, LowbitError
 from lowbit.pipeline import manifest as store
 from lowbit.pipeline.run import run
 
@@ -81,3 +82,28 @@ def test_a_stage_left_out_must_be_as_it_was_left(folder: Path) -> None:
     weights.write_text(left)
     run(composed("stages=[rl]"), folder, stages)
     assert stages.made == ["pretrain", "distill", "rl"]
+
+
+def test_a_refused_command_leaves_the_settings_that_were_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever stage refuses, pipeline.yaml and the manifest stay; a full disk is one line and leaves them too."""
+    given, stages = "stages=[pretrain,distill]", Leaving()
+    run(composed(given), folder, stages)
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    assert {"pipeline.yaml", "pipeline.json"} <= before.keys()
+    for change in ("pretrain.max_steps=6", "distill.loss.alpha=0.5"):
+        with pytest.raises(ConfigError, match="was made otherwise"):
+            run(composed(given, change), folder, stages)
+        assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
+
+    def full(path: Path, text: str, **_: str) -> None:
+        with path.open("w") as file:
+            file.write(text[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(LowbitError, match=r"yaml cannot be written \(the disk is full"):
+        patch.setattr(Path, "write_text", full)
+        run(composed(given, "logging.every_steps=3"), folder, stages)
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
+    run(composed(given, "logging.every_steps=3"), folder, stages)
+    assert (folder / "pipeline.yaml").read_bytes() != before["pipeline.yaml"]
+    assert stages.made == ["pretrain", "distill"]
