@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import time
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +18,44 @@ from typing import Self
 
 from lowbit.errors import LowbitError
 
+NAME = "lock"
+PAUSES = (0.01, 0.05)
+"""Seconds between attempts: whoever looks (`held`) has the lock for an instant."""
+
+
+def held(folder: Path) -> bool:
+    """Whether a live run has the folder, on whatever machine. Leaves no file behind, and needs only to read."""
+    try:
+        handle = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks, on which no run starts
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+def _lock(handle: int) -> None:
+    """Take the lock alone. Raises BlockingIOError if another run has it."""
+    for pause in PAUSES:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(pause)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
 
 class RunLock:
     """Context manager that holds a run's folder (made if missing); LowbitError names the process that has it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / "lock"
+        self.path = run_dir / NAME
         self._handle: int | None = None
 
     def __enter__(self) -> Self:
@@ -46,7 +79,7 @@ class RunLock:
         """The locked file, or None when its holder removed it in between."""
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle)
             if os.path.samestat(os.fstat(handle), self.path.stat()):
                 return handle
         except FileNotFoundError:

@@ -1,16 +1,18 @@
 """One live run a folder, with real processes, also killed ones."""
 
+import fcntl
 import os
 import platform
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from lowbit.errors import LowbitError
-from lowbit.trainer.lock import RunLock
+from lowbit.trainer.lock import RunLock, held
 
 HOLD = """
 import os, sys, time
@@ -35,12 +37,24 @@ def test_a_second_live_run_is_an_error_that_names_the_first(tmp_path: Path) -> N
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(LowbitError, match=f"process {process.pid} on {platform.node()}"), RunLock(tmp_path):
             pass
+        assert held(tmp_path)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert (tmp_path / "lock").exists()
+        assert (tmp_path / "lock").exists() and not held(tmp_path)
         with RunLock(tmp_path):  # taken over
-            assert str(os.getpid()) in (tmp_path / "lock").read_text()
-    assert not (tmp_path / "lock").exists()
+            assert str(os.getpid()) in (tmp_path / "lock").read_text() and held(tmp_path)
+    assert not held(tmp_path) and not (tmp_path / "lock").exists()
+
+
+def test_who_looks_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    """`held` shares the lock for an instant, in which a run may start."""
+    (tmp_path / "lock").write_text("")
+    handle = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    assert not held(tmp_path), "those who look do not see each other"
+    threading.Timer(0.02, os.close, [handle]).start()
+    with RunLock(tmp_path):
+        assert held(tmp_path)
 
 
 def test_a_worker_that_outlives_its_run_does_not_hold_the_folder(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from lowbit.configs.schema_pipeline import Stage
 from lowbit.errors import LowbitError
 from lowbit.pipeline.manifest import Manifest, Record, State
 from lowbit.pipeline.manifest import write as write_manifest
+from lowbit.trainer.lock import RunLock
 from lowbit.trainer.report import failed_jobs, full_report, read_runs, sweep_report, write_page
 from lowbit.trainer.report.chart import HEIGHT, INNER, LEFT, WIDTH
 
@@ -166,8 +167,7 @@ def test_a_sweep_a_running_one_and_damage(tmp_path: Path) -> None:
     for job in (10, 9, 2):
         write_run(sweep / str(job), pretraining(12), tail='{"step": 13, "loss": 0.0', max_steps=24)
     lock = {"pid": os.getpid(), "host": platform.node(), "started": "now"}
-    (sweep / "9" / "lock").write_text(json.dumps(lock))
-    (sweep / "10" / "lock").write_text(json.dumps(lock | {"pid": 2**22 + 1}))
+    (sweep / "10" / "lock").write_text(json.dumps(lock))  # left by a killed run, whose number a living process has now
     (sweep / "2" / "config.yaml").write_text("nonsense: [")
     (sweep / "2" / "precision.json").write_text("[1, 2")
     (sweep / "11").mkdir()
@@ -177,7 +177,9 @@ def test_a_sweep_a_running_one_and_damage(tmp_path: Path) -> None:
     runs = read_runs([sweep])
     assert [run.name for run in runs] == ["2", "9", "10"]
     assert [run.last("step") for run in runs] == [12, 12, 12]
-    assert [run.state for run in runs] == ["unknown", "running at 50%", "stopped at 50%"]
+    with RunLock(sweep / "9"):
+        (sweep / "9" / "lock").write_text(json.dumps(lock | {"pid": 2**22 + 1}))  # the process of another container
+        assert [run.state for run in runs] == ["unknown", "running at 50%", "stopped at 50%"]
     assert failed_jobs([sweep]) == ["job 11 (seed=3): loss is nan"]
     lines = sweep_report(sweep, [sweep / "9", sweep / "10", sweep / "11"])
     assert [line.split()[0] for line in lines[0].splitlines()] == ["run", "9", "10"]
@@ -230,7 +232,12 @@ def test_pipelines_and_sweeps_of_them(tmp_path: Path) -> None:
 
 def test_paths_and_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "a", pretraining(12))
-    for out, page, picture in (("x.pdf", "x.html", "x.pdf"), ("y.html", "y.html", "y.png"), ("z", "z.html", "z.png")):
+    for out, page, picture in (
+        ("x.pdf", "x.html", "x.pdf"),
+        ("y.html", "y.html", "y.png"),
+        ("z", "z.html", "z.png"),
+        ("lr-0.5.html", "lr-0.5.html", "lr-0.5.png"),
+    ):
         assert full_report([run], tmp_path / out)[1:] == [f"report: {tmp_path}/{page}", f"curves: {tmp_path}/{picture}"]
         assert (tmp_path / page).is_file() and (tmp_path / picture).is_file()
     with pytest.raises(LowbitError, match="no folder in it has one"):

@@ -4,7 +4,7 @@
     config.yaml      or rl.yaml, distill.yaml: everything that was set
     precision.json   what each layer got; of runs without one, what the newest checkpoint says of it
     samples.jsonl    generated texts
-    lock             the process that has the folder, while there is one
+    lock             held by the process that has the folder, while there is one
     outcome.json     how a job of a sweep ended
 
 A folder of a pipeline, of a sweep, or of anything else that holds runs stands for all of them. Only metrics have to be
@@ -12,8 +12,6 @@ there.
 """
 
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -28,6 +26,7 @@ from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.stored import flatten, load_config
 from lowbit.errors import ConfigError, LowbitError
 from lowbit.trainer.jsonl import read_rows
+from lowbit.trainer.lock import held
 from lowbit.trainer.metrics import FILE
 from lowbit.trainer.report.columns import Column, Floats, read_columns
 from lowbit.trainer.schedule import progress
@@ -116,8 +115,9 @@ class Run:
             return f"failed{far}"
         if self.progress is not None and self.progress >= 1:
             return "finished"
-        holder = _holder(self.folder / "lock")
-        return f"{holder}{far}" if holder else f"stopped{far}" if far else "unknown"
+        if held(self.folder):
+            return f"running{far}"
+        return f"stopped{far}" if far else "unknown"
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -208,22 +208,6 @@ def _precision(folder: Path) -> list[dict[str, Any]]:
         return [{"when": f"at step {meta['step']}"} | report]  # type: ignore[index]
     except (KeyError, TypeError):
         return []
-
-
-def _holder(lock: Path) -> str:
-    """`running` while the process that has the folder lives; of one on another machine only what its lock says."""
-    note = _json(lock)
-    if not isinstance(note, dict) or not isinstance(pid := note.get("pid"), int):
-        return ""
-    if note.get("host") != platform.node():
-        return f"running, says its lock (process {pid} on {note.get('host')}),"
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        pass
-    except (OSError, OverflowError):
-        return ""
-    return "running"
 
 
 def _json(path: Path) -> Any:
