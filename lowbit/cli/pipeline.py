@@ -59,6 +59,10 @@ def stage(
     from lowbit.configs.schema_pipeline import Stage
     from lowbit.configs.stages import STAGES
     from lowbit.configs.stored import load_config
+    from lowbit.errors import ConfigError
+
+    if name not in list(Stage):
+        raise ConfigError(f"stage {name}: expected one of {', '.join(Stage)}")
     from lowbit.pipeline.stages import perform
 
     perform(Stage(name), load_config(config, STAGES[Stage(name)]), folder)

@@ -1,13 +1,12 @@
 """What a pipeline has done: `pipeline.json` in its folder, one record a stage, replaced as a whole at every change.
 
-    {"format": ..., "stages": {"pretrain": {"folder": "pretrain", "state": "done", "config": SHA-256, "settings": {...},
+    {"format": ..., "stages": {"pretrain": {"folder": "pretrain", "state": "done", "settings": {...},
      "inputs": {"tokenizer": ..., "data": ...}, "outputs": {"weights": SHA-256, ...}, "seconds": ..., "reached": {...}},
      ...}, "earlier": [records that a change has put aside]}
 
-`settings` are those that decide what a stage makes, so that a difference can be named; `config` is their hash.
+`settings` are those that decide what a stage makes, so that a difference can be named.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -44,8 +43,6 @@ class Record:
     state: State
     settings: dict[str, Any]
     """Dotted key to value, of what decides the result."""
-    config: str
-    """SHA-256 of `settings`."""
     inputs: dict[str, str]
     """What it was made from: digests by name."""
     precision: str
@@ -74,11 +71,6 @@ class Manifest:
     def folders(self) -> set[str]:
         """Names in use."""
         return {record.folder for record in (*self.stages.values(), *self.earlier)}
-
-
-def digest(value: Any) -> str:
-    """SHA-256 of a plain value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def read(folder: Path) -> Manifest:
@@ -129,4 +121,5 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def _record(value: dict[str, Any]) -> Record:
-    return Record(**(value | {"state": State(value["state"])}))
+    """Without a key that earlier versions of lowbit wrote and nobody reads."""
+    return Record(**{key: value[key] for key in value if key != "config"} | {"state": State(value["state"])})

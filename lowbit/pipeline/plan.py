@@ -23,7 +23,7 @@ from lowbit.configs.validate_pipeline import runs_of
 from lowbit.distill.codec import Layout
 from lowbit.errors import LowbitError
 from lowbit.models.cost import flops_per_token, parameter_parts
-from lowbit.pipeline.stages import in_words
+from lowbit.pipeline.stages import in_words, naming
 from lowbit.pipeline.table import columns
 from lowbit.trainer.console import duration
 from lowbit.trainer.hardware import compute_dtype, device_name, pick_device
@@ -65,7 +65,8 @@ def parts_of(stage: Stage, run: RunConfig) -> list[Part]:
 
 def require_space(stage: Stage, run: RunConfig, folder: Path) -> None:
     """Raise LowbitError when the disk has less room than a stage's checkpoints and cache will take."""
-    needed = sum(part.disk for part in parts_of(stage, run))
+    with naming(stage):
+        needed = sum(part.disk for part in parts_of(stage, run))
     there = next(path for path in (folder, *folder.parents) if path.exists())
     used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
     free = shutil.disk_usage(there).free

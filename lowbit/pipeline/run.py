@@ -22,14 +22,23 @@ from pathlib import Path
 
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_pipeline import OnChange, PipelineConfig, Stage
-from lowbit.configs.stored import plain, save_config
+from lowbit.configs.stored import plain, save_config, to_yaml
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.errors import ConfigError, Interrupted, LowbitError
 from lowbit.pipeline import manifest as store
-from lowbit.pipeline.identity import deciding, differences, tokenizer_of, weights_of
-from lowbit.pipeline.manifest import Manifest, Record, State, digest
+from lowbit.pipeline.identity import deciding, differences, weights_of
+from lowbit.pipeline.manifest import Manifest, Record, State
 from lowbit.pipeline.plan import require_space
-from lowbit.pipeline.stages import beginning_of, changed_outputs, complete, in_words, inputs_of, perform, reached
+from lowbit.pipeline.stages import (
+    beginning_of,
+    changed_outputs,
+    complete,
+    in_words,
+    inputs_of,
+    naming,
+    perform,
+    reached,
+)
 from lowbit.pipeline.table import say_end
 from lowbit.trainer.loaded import shown_path
 from lowbit.trainer.lock import RunLock
@@ -72,8 +81,9 @@ class Pipeline:
     def stage(self, stage: Stage) -> None:
         """Do a stage, unless it is done."""
         start = beginning_of(stage, self.config, self.folder, self.manifest)
-        run = complete(stage, self.config, start)
-        inputs = inputs_of(stage, run, start, self._documents(run) if stage is not Stage.rl else None)
+        with naming(stage):
+            run = complete(stage, self.config, start)
+            inputs = inputs_of(stage, run, start, self._documents(run) if stage is not Stage.rl else None)
         record = self._record(stage, run, inputs)
         if record.state is State.done:
             logger.info("%s: done before, in %s", stage, shown_path(self.folder / record.folder))
@@ -97,15 +107,14 @@ class Pipeline:
 
     def _documents(self, run: RunConfig) -> Dataset:
         """The data of a stage, packed once for all stages that read the same documents and cut them alike."""
-        key = digest({key: value for key, value in plain(run.data).items() if key not in NOT_DOCUMENTS})
+        key = to_yaml({key: value for key, value in plain(run.data).items() if key not in NOT_DOCUMENTS})
         if key not in self._data:
             self._data[key] = prepare_data(run.data, logger.info)
         return self._data[key]
 
     def _record(self, stage: Stage, run: RunConfig, inputs: dict[str, str]) -> Record:
         """The stage's record: the one that is there if it was made from the same, else a new one."""
-        settings = deciding(run)
-        fresh = Record(stage.value, State.running, settings, digest(settings), inputs, in_words(stage, run))
+        fresh = Record(stage.value, State.running, deciding(run), inputs, in_words(stage, run))
         found = self.manifest.stages.get(stage)
         if found is None:
             return self._in_free_folder(fresh)
@@ -149,14 +158,16 @@ class Pipeline:
 
     @contextmanager
     def _recording(self, stage: Stage, record: Record) -> Iterator[None]:
-        """Write down how a stage ended; what it raises goes on, with the stage's name."""
+        """Write down how a stage ended, and what it left; what is raised goes on, with the stage's name."""
         started = time.monotonic()
 
         def ended(state: State, error: str = "") -> Record:
             return replace(record, state=state, seconds=record.seconds + time.monotonic() - started, error=error)
 
+        place = self.folder / record.folder
         try:
             yield
+            outputs, numbers = {"weights": weights_of(place)}, reached(stage, place)
         except (KeyboardInterrupt, Interrupted) as error:
             self._note(stage, ended(State.interrupted))
             said = f" ({error})" if str(error) else ""
@@ -167,6 +178,5 @@ class Pipeline:
         except Exception as error:
             self._note(stage, ended(State.failed, f"{type(error).__name__}: {error}"))
             raise
-        place = self.folder / record.folder
-        outputs = {"weights": weights_of(place), "tokenizer": tokenizer_of(place)}
-        self._write(stage, replace(ended(State.done), outputs=outputs, reached=reached(stage, place)))
+        with naming(stage):
+            self._write(stage, replace(ended(State.done), outputs=outputs, reached=numbers))

@@ -4,6 +4,8 @@ Nothing is trained here: a stage is the function that its own command calls, wit
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +33,15 @@ logger = logging.getLogger("lowbit")
 
 GIVEN = {Stage.distill: "distill.teacher.path", Stage.rl: "rl.init_from"}
 """The setting that says where a stage begins, if not where the one before it ended."""
+
+
+@contextmanager
+def naming(stage: Stage) -> Iterator[None]:
+    """Errors begin with the stage's name."""
+    try:
+        yield
+    except LowbitError as error:
+        raise type(error)(f"{stage}: {error}") from error
 
 
 def check_sampling(config: PipelineConfig) -> None:
@@ -92,10 +103,7 @@ def complete(stage: Stage, config: PipelineConfig, start: Path | None) -> RunCon
     model, tokenizer = beginning(start)
     data = replace(config.rl.data, tokenizer=tokenizer)
     taught: RlConfig = replace(config.rl, init_from=str(start), model=model, data=data)
-    try:
-        validate_rl(taught)
-    except ConfigError as error:
-        raise ConfigError(f"rl: {error}") from None
+    validate_rl(taught)
     return taught
 
 

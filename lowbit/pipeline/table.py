@@ -49,7 +49,7 @@ def say_end(config: PipelineConfig, folder: Path, manifest: Manifest, kept: Coll
     folders = [folder / manifest.stages[stage].folder for stage in Stage if stage in manifest.stages]
     runs = [shlex.quote(shown_path(path)) for path in folders]
     last, prompt = runs[-1], "'import '"
-    if Stage.rl in manifest.stages:
+    if Stage.rl in config.stages:
         from lowbit.rl.tasks import Split, make_task
 
         task = make_task(config.rl.task)

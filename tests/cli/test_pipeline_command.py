@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from processes import lowbit, together
 
+from lowbit.cli.main import run as main_run
 from lowbit.configs.compose import compose_for
 from lowbit.configs.overrides import PIPELINE, groups
 from lowbit.configs.schema_pipeline import PipelineConfig, Stage
@@ -131,3 +132,8 @@ print(code, "torch" in sys.modules)
         check=False,
     )
     assert "rl: rollout.temperature=0.0" in done.stderr and done.stdout.split() == ["2", "False"], done
+
+
+def test_a_rank_of_a_stage_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_run(["stage", "pretraim", "stage.yaml", "there"]) == 2
+    assert capsys.readouterr().err == "lowbit: error: stage pretraim: expected one of pretrain, distill, rl\n"

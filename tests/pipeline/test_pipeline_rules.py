@@ -1,6 +1,7 @@
 """What a pipeline decides before and after its stages, with stand-ins that leave a folder like a run's."""
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from lowbit.configs.stored import save_config
 from lowbit.configs.validate_distill import student_config
 from lowbit.data.dataset import prepare_data
 from lowbit.data.tokenizer import bytes_tokenizer
-from lowbit.errors import ConfigError, LowbitError
+from lowbit.errors import CheckpointError, ConfigError, DataError, LowbitError
 from lowbit.pipeline import manifest as store
+from lowbit.pipeline.manifest import State
 from lowbit.pipeline.run import run
 
 
@@ -107,3 +109,51 @@ def test_a_refused_command_leaves_the_settings_that_were_used(folder: Path, monk
     run(composed(given, "logging.every_steps=3"), folder, stages)
     assert (folder / "pipeline.yaml").read_bytes() != before["pipeline.yaml"]
     assert stages.made == ["pretrain", "distill"]
+
+
+def test_what_a_stage_left_is_read_before_it_counts_as_done(folder: Path) -> None:
+    """Without weights it failed, and the line and the manifest say which and why; the same command goes on."""
+    leaving = Leaving()
+
+    def without_weights(stage: Stage, config: RunConfig, place: Path) -> None:
+        leaving(stage, config, place)
+        (place / "model.safetensors").unlink()
+
+    with pytest.raises(CheckpointError, match=r"^pretrain: .* holds no checkpoint$"):
+        run(composed("stages=[pretrain]"), folder, without_weights)
+    record = store.read(folder).stages[Stage.pretrain]
+    assert record.state is State.failed and "holds no checkpoint" in record.error
+    done = run(composed("stages=[pretrain]"), folder, leaving).stages[Stage.pretrain]
+    assert done.state is State.done and list(done.outputs) == ["weights"] and not done.error
+
+
+def test_the_end_asks_nothing_of_a_stage_left_out(folder: Path) -> None:
+    """The problems of an earlier command's rl may be gone, or set otherwise now."""
+    run(composed(), folder, Leaving())
+    run(composed("stages=[pretrain]", "rl.task.kind=file", "rl.task.path=gone.jsonl"), folder, Leaving())
+
+
+def test_an_error_before_a_stage_names_it(folder: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "empty"
+    teacher.mkdir()
+    with pytest.raises(CheckpointError, match=r"^distill: .* holds no checkpoint$"):
+        run(composed("stages=[distill]", f"distill.teacher.path={teacher}"), folder, Leaving())
+    with pytest.raises(CheckpointError, match=r"^rl: init_from=.* is neither the folder of a run"):
+        run(composed("stages=[rl]", f"rl.init_from={teacher}"), folder, Leaving())
+    with pytest.raises(DataError, match=r"^pretrain: "):
+        run(composed("data.sources.files.path=nowhere"), folder, Leaving())
+    with pytest.raises(ConfigError, match=r"^rl: rollout\.temperature"):
+        run(composed("rl.rollout.temperature=0"), folder, Leaving())
+
+
+def test_a_manifest_of_an_earlier_version_is_read(folder: Path) -> None:
+    """It had the hash of a stage's settings, and the tokenizer's digest among its outputs."""
+    made = run(composed("stages=[pretrain]"), folder, Leaving())
+    content = json.loads((folder / store.FILE).read_text())
+    content["stages"]["pretrain"] |= {"config": "0" * 64}
+    content["stages"]["pretrain"]["outputs"] |= {"tokenizer": "1" * 64}
+    (folder / store.FILE).write_text(json.dumps(content))
+    again, stages = store.read(folder), Leaving()
+    assert again.stages[Stage.pretrain].settings == made.stages[Stage.pretrain].settings
+    run(composed("stages=[pretrain]"), folder, stages)
+    assert stages.made == []
