@@ -53,6 +53,8 @@ def fill(tree: Mapping[str, Any]) -> dict[str, Any]:
             )
         _refuse_decided(stage, own)
         filled[stage] = _merged(_beneath(stage, cls, tree, own), own)
+        if stage is Stage.rl and isinstance(precision := filled[stage]["precision"], Mapping):
+            filled[stage]["precision"] = {**precision, "switch": []}  # a schedule of training from text, whoever set it
     return filled
 
 
@@ -68,7 +70,6 @@ def _beneath(stage: Stage, cls: type[RunConfig], tree: Mapping[str, Any], own: M
         base["teacher"] = base["teacher"] | {"model": tree["teacher"]}
     if stage is Stage.rl:
         base["data"] = plain(DataConfig(sources={})) | {"tokenizer": tree["data"]["tokenizer"]}
-        base["precision"] = base["precision"] | {"switch": []}  # a schedule of pretraining
     return base
 
 

@@ -78,6 +78,9 @@ def test_what_stages_share_and_what_they_have_of_their_own() -> None:
     assert [getattr(config, stage).run_name for stage in Stage] == [f"pipeline/{stage}" for stage in Stage]
     leg: PipelineConfig = compose_for(PIPELINE, ["precision=nvfp4_leg"])
     assert leg.distill.precision.switch and not leg.rl.precision.switch, "a schedule of pretraining"
+    for chosen in ("rl.precision=nvfp4_leg", "rl.precision.switch=[{at: 0.5, forward: bf16, backward: bf16}]"):
+        own: PipelineConfig = compose_for(PIPELINE, [chosen])
+        assert not own.rl.precision.switch, chosen
 
 
 @pytest.mark.slow
