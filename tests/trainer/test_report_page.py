@@ -1,5 +1,6 @@
 """The page: well-formed, of one file, its numbers those of metrics.jsonl, nothing injected, small and quick."""
 
+import itertools
 import json
 import os
 import platform
@@ -35,6 +36,26 @@ def made(paths: list[Path], tmp_path: Path, **options: Any) -> tuple[str, Page]:
 
 def independent(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+
+
+def points_of(data: str) -> list[tuple[int, int]]:
+    """The corners of a path that is one line, in tenths of a unit."""
+    start, steps = re.fullmatch(r"M(\S+ \S+)l(.*)", data).groups()  # type: ignore[union-attr]
+    points: list[tuple[int, int]] = [tuple(map(int, start.split()))]  # type: ignore[list-item]
+    moves = list(map(int, re.findall(r"-?\d+", steps)))
+    for dx, dy in zip(moves[::2], moves[1::2], strict=True):
+        points.append((points[-1][0] + dx, points[-1][1] + dy))
+    return points
+
+
+def value_at(axis: str | None, place: float) -> float:
+    """The value at a place between 0 and 1 of an axis as a chart describes it."""
+    low, high, log = map(float, (axis or "").split())
+    return low * (high / low) ** place if log else low + (high - low) * place
+
+
+def in_a_plot(element: tuple[str, dict[str, str | None]]) -> bool:
+    return element[0] == "path"
 
 
 def test_one_file_that_needs_nothing_else(tmp_path: Path) -> None:
@@ -79,20 +100,9 @@ def test_a_curve_shows_the_files_values(tmp_path: Path, key: str) -> None:
     _, page = made([run], tmp_path)
     at = next(i for i, (name, a) in enumerate(page.elements) if name == "path" and a.get("data-label") == key)
     axes = next(a for name, a in reversed(page.elements[:at]) if a.get("class") == "plot")
-    points: list[tuple[int, int]] = []
-    start, steps = re.fullmatch(r"M(\S+ \S+)l(.*)", page.elements[at][1]["d"] or "").groups()  # type: ignore[union-attr]
-    points.append(tuple(map(int, start.split())))  # type: ignore[arg-type]
-    moves = list(map(int, re.findall(r"-?\d+", steps)))
-    for dx, dy in zip(moves[::2], moves[1::2], strict=True):
-        points.append((points[-1][0] + dx, points[-1][1] + dy))
-
-    def value(axis: str, place: float) -> float:
-        low, high, log = map(float, axis.split())
-        return low * (high / low) ** place if log else low + (high - low) * place
-
     found = [
-        (value(axes["data-x"] or "", x / 10 / INNER[0]), value(axes["data-y"] or "", 1 - y / 10 / INNER[1]))
-        for x, y in points
+        (value_at(axes["data-x"], x / 10 / INNER[0]), value_at(axes["data-y"], 1 - y / 10 / INNER[1]))
+        for x, y in points_of(page.elements[at][1]["d"] or "")
     ]
     rows = independent(run)
     assert (axes["data-y"] or "")[-1] == ("1" if key == "grad_norm" else "0")
@@ -271,12 +281,16 @@ def test_size_is_bounded(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / str(i), rows) for i in range(2)]
     html, page = made(runs * 4, tmp_path)
     assert len(html) < 2_000_000, len(html)
-    top = [
-        axes["data-y"]
-        for axes in page.all("g")
-        if (axes.get("data-y") or "").split()[1] > "1.0" and "e" not in (axes["data-y"] or "")
-    ]
-    assert any(float((axis or "").split()[1]) >= 1e6 for axis in top), "the spike is within the axis"
+    begin = next(
+        i for i, (_, a) in enumerate(page.elements) if "data-y" in a and float((a["data-y"] or "").split()[1]) >= 1e6
+    )
+    axes, lines = page.elements[begin][1], [a for _, a in itertools.takewhile(in_a_plot, page.elements[begin + 1 :])]
+    thin = [points_of(a["d"] or "") for a in lines if "data-label" not in a]
+    assert len(thin) == 8 == len(lines) - 8, "a pale line for each of the eight, and its means"
+    for points in thin:
+        x, y = min(points, key=lambda point: point[1])
+        assert value_at(axes["data-x"], x / 10 / INNER[0]) == pytest.approx(5_432, abs=20)
+        assert value_at(axes["data-y"], 1 - y / 10 / INNER[1]) == pytest.approx(1e6, rel=2e-3)
 
 
 def test_the_script_knows_the_charts_measures() -> None:

@@ -34,7 +34,7 @@ class Columns:
 
     numbers: Mapping[str, Column] = field(default_factory=dict)
     lists: Mapping[str, list[float]] = field(default_factory=dict)
-    """Of metrics that are lists of numbers (loads of experts), the last."""
+    """Of metrics that are lists of numbers (loads of experts), the last that has some."""
 
 
 def read_columns(path: Path) -> Columns:
@@ -70,6 +70,7 @@ def _floats(values: Sequence[float]) -> Floats:
 def _by_arrow(path: Path) -> Columns | None:
     """The same by pyarrow; None where it refuses the file."""
     import pyarrow as pa
+    from pyarrow import compute as pc
     from pyarrow import json as arrow_json
 
     data = path.read_bytes()
@@ -97,10 +98,12 @@ def _by_arrow(path: Path) -> Columns | None:
             if len(rows):
                 numbers[key] = Column(rows, values[rows])
         elif types.is_list(column.type) and _numeric(types, column.type.value_type):
-            held = np.flatnonzero(column.is_valid().to_numpy()[order])
-            found = column[int(order[held[-1]])].as_py() if len(held) else None
-            if found and all(map(is_number, found)):
-                lists[key] = [float(value) for value in found]
+            lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()[order]
+            for place in np.flatnonzero(lengths)[::-1]:
+                found = column[int(order[place])].as_py()
+                if all(map(is_number, found)):
+                    lists[key] = [float(value) for value in found]
+                    break
     return Columns(numbers, lists)
 
 

@@ -72,11 +72,12 @@ class Axis:
         return (logs - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Some three to eight round values, with their texts."""
-        values = (
-            _log_ticks(self.low, self.high) if self.log else _ticks(self.low, self.high, 1.0 if self.whole else 0.0)
-        )
-        step = 0.0 if self.log or len(values) < 2 else values[1] - values[0]
+        """Some two to eight round values, with their texts."""
+        values = _log_ticks(self.low, self.high) if self.log else []
+        even = len(values) < 2  # between 11 and 12 there are no round powers
+        if even:
+            values = _ticks(self.low, self.high, 1.0 if self.whole else 0.0)
+        step = values[1] - values[0] if even and len(values) > 1 else 0.0
         texts = [tick_text(value, step) for value in values]
         if (
             max(map(len, texts), default=0) > LONGEST_TICK
