@@ -5,7 +5,8 @@
 
 The sum itself is what a layer multiplies with, and what a quantiser reads: Q(W + s B A). The usual form
 Q(W) x + s B (A x) saves a sum a forward pass and is another function: merged for sampling, its weights are quantised as
-a sum after all, and what was sampled is not what is trained. Here sampler, trainer and export have one weight.
+a sum after all, and what was sampled is not what is trained. Here sampler and trainer have one weight, bit for bit. A
+checkpoint's adapters are added on the CPU (`adapters.merged`): of a run on a GPU equal up to the order of FP32 sums.
 
 A begins normal with deviation 1 / sqrt(in), so that A x is as large as x, and B with zeros: the first step is taken
 from W itself. Each has a generator keyed by (seed, name), like every parameter. A scale of zero is exactly W.
