@@ -1,7 +1,8 @@
 """Is this stage the one that was made? Its settings and inputs as digests, and where they differ, in words.
 
 Settings that do not change what a stage makes (where logs go, how often it saves and evaluates, on which device) are
-left out, and so are paths: what lies at them counts, the weights above all, by the SHA-256 that checkpoints carry.
+left out, and so are paths of weights, of tokenizers and of caches: what lies at them counts, by its SHA-256. Paths of
+documents and of problems are settings, and what lies at them counts too. A function of rewards counts by its name.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from lowbit.trainer.tensorfile import hash_file
 NOT_RESULT = (
     "run_name", "device", "resume", "resume_allow", "init_from", "logging", "checkpoint", "evaluation",
     "data.cache_dir", "data.prefetch", "data.pack_workers", "data.tokenizer.path",
+    "algorithm.reference", "teacher.path", "cache.more",
     "engine.processes", "engine.rank_timeout_seconds",
 )  # fmt: skip
 """Settings, or sections, that do not decide a stage's result; an input's path is stood for by its digest."""
@@ -31,22 +33,33 @@ INPUTS = {
     "data": "the documents",
     "task": "the problems",
     "weights": "the weights it begins from",
+    "reference": "the reference's weights",
+    "teacher": "the teacher's weights",
+    "caches": "the caches in cache.more",
 }
 SHOWN = 4
 
 
 def deciding(config: RunConfig) -> dict[str, Any]:
     """A configuration's settings that decide what the run makes, by dotted key."""
-    teacher = ("teacher.path", "teacher.model", "teacher.max_steps") if isinstance(config, DistillConfig) else ()
+    teacher = ("teacher.model", "teacher.max_steps") if isinstance(config, DistillConfig) else ()
     left_out = tuple(f"{key}." for key in (*NOT_RESULT, *teacher))
     return {key: value for key, value in flatten(plain(config)).items() if not f"{key}.".startswith(left_out)}
 
 
-def weights_of(folder: Path) -> str:
-    """SHA-256 of the weights in a run's newest checkpoint, or of those of a Hugging Face folder, read and compared.
+def weights_of(folder: Path, checkpoint: str = "latest") -> str:
+    """SHA-256 of the weights in a run's checkpoint, or of those of a Hugging Face folder, read and compared.
+
+    `checkpoint` is the newest, or one as `CheckpointStore.load` takes it.
 
     Raises CheckpointError: there are none, or they are not what was written.
     """
+    if checkpoint != "latest":
+        own = folder / "checkpoints" / checkpoint
+        path = own if own.is_dir() else Path(checkpoint)
+        if path.name.startswith("step_"):
+            return _checked(path)
+        return weights_of(path.parent if path.name == "checkpoints" else path)
     store = CheckpointStore(folder / "checkpoints", CheckpointConfig())
     paths = store.list()
     if not paths:
@@ -55,9 +68,14 @@ def weights_of(folder: Path) -> str:
             raise CheckpointError(f"{folder} holds no checkpoint")
         whole = "".join(f"{file.name} {hash_file(file).sha256}\n" for file in files)
         return hashlib.sha256(whole.encode()).hexdigest()
-    known = read_manifest(paths[-1]).files[WEIGHTS]
-    if hash_file(paths[-1] / WEIGHTS) != known:
-        raise CheckpointError(f"{paths[-1] / WEIGHTS} is not what was written: its SHA-256 differs from its manifest")
+    return _checked(paths[-1])
+
+
+def _checked(checkpoint: Path) -> str:
+    """SHA-256 of a checkpoint's weights."""
+    known = read_manifest(checkpoint).files[WEIGHTS]
+    if hash_file(checkpoint / WEIGHTS) != known:
+        raise CheckpointError(f"{checkpoint / WEIGHTS} is not what was written: its SHA-256 differs from its manifest")
     return known.sha256
 
 

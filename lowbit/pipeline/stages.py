@@ -3,8 +3,9 @@
 Nothing is trained here: a stage is the function that its own command calls, with a configuration of that command.
 """
 
+import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -109,12 +110,31 @@ def complete(stage: Stage, config: PipelineConfig, start: Path | None) -> RunCon
 
 def inputs_of(stage: Stage, run: RunConfig, start: Path | None, data: Dataset | None) -> dict[str, str]:
     """Digests of all that goes into a stage besides its settings. `data`: of the stages that read documents."""
-    found = {"weights": weights_of(start)} if start is not None else {}
     if isinstance(run, RlConfig):
         assert start is not None
+        found = {"weights": weights_of(start)}
+        if run.algorithm.reference:
+            found["reference"] = weights_of(Path(run.algorithm.reference).expanduser())
+        if run.teacher.path:
+            found["teacher"] = weights_of(Path(run.teacher.path).expanduser(), run.teacher.checkpoint)
         return found | {"tokenizer": tokenizer_of(start), "task": fingerprint(make_task(run.task))}
     assert data is not None
-    return found | {"tokenizer": data.tokenizer.digest, "data": data.fingerprint}
+    found = {"tokenizer": data.tokenizer.digest, "data": data.fingerprint}
+    if isinstance(run, DistillConfig):
+        assert start is not None
+        found["weights"] = weights_of(start, run.teacher.checkpoint)
+        if run.cache.more:
+            found["caches"] = _digest_of_caches(run.cache.more)
+    return found
+
+
+def _digest_of_caches(folders: Sequence[str]) -> str:
+    """Of what complete caches hold, in their order."""
+    from lowbit.distill.shards import open_cache
+    from lowbit.distill.student import cache_digest
+
+    whole = "".join(cache_digest(open_cache(Path(folder).expanduser())) for folder in folders)
+    return hashlib.sha256(whole.encode()).hexdigest()
 
 
 def perform(stage: Stage, run: RunConfig, folder: Path) -> None:

@@ -1,7 +1,9 @@
 """What a pipeline decides before and after its stages, with stand-ins that leave a folder like a run's."""
 
 import errno
+import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,13 @@ from lowbit.configs.stored import save_config
 from lowbit.configs.validate_distill import student_config
 from lowbit.data.dataset import prepare_data
 from lowbit.data.tokenizer import bytes_tokenizer
+from lowbit.distill import shards
 from lowbit.errors import CheckpointError, ConfigError, DataError, LowbitError
 from lowbit.pipeline import manifest as store
+from lowbit.pipeline.identity import weights_of
 from lowbit.pipeline.manifest import State
 from lowbit.pipeline.run import run
+from lowbit.trainer import snapshot
 
 
 def composed(*overrides: str) -> PipelineConfig:
@@ -157,3 +162,78 @@ def test_a_manifest_of_an_earlier_version_is_read(folder: Path) -> None:
     assert again.stages[Stage.pretrain].settings == made.stages[Stage.pretrain].settings
     run(composed("stages=[pretrain]"), folder, stages)
     assert stages.made == []
+
+
+def leave_cache(folder: Path, content: bytes) -> str:
+    """A complete cache of one shard, as far as a cache's files say what is in it; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "shard").write_bytes(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    shard = shards.Shard("shard", first=0, samples=4, bytes=len(content), sha256=sha256, totals={})
+    numbers = dict.fromkeys(("samples", "sequence_length", "targets", "vocab_size", "shard_samples", "seed"), 4)
+    identity = numbers | {
+        "micro_batch": 4, "estimator": "varopt", "temperature": 1.0, "data": {"fingerprint": ""}, "teacher": {},
+    }  # fmt: skip
+    manifest = {"format": shards.FORMAT, "identity": identity, "shards": [asdict(shard)]}
+    (folder / shards.MANIFEST).write_text(json.dumps(manifest))
+    return str(folder)
+
+
+def leave_checkpoint(run_folder: Path, step: int, content: bytes) -> str:
+    """A checkpoint of a run, as far as its weights; returns their SHA-256."""
+    folder = run_folder / "checkpoints" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    files = {"model.safetensors": {"sha256": sha256, "bytes": len(content)}}
+    text = json.dumps({"format": snapshot.FORMAT, "step": step, "sequence": step, "files": files})
+    (folder / "manifest.json").write_text(text)
+    return sha256
+
+
+def test_weights_of_the_checkpoint_that_is_named(tmp_path: Path) -> None:
+    first, second = leave_checkpoint(tmp_path, 1, b"one"), leave_checkpoint(tmp_path, 2, b"two")
+    assert weights_of(tmp_path) == weights_of(tmp_path, "latest") == second != first
+    folder = tmp_path / "checkpoints" / "step_00000001"
+    for name in ("step_00000001", str(folder)):
+        assert weights_of(tmp_path, name) == first
+    for name in (str(tmp_path), str(tmp_path / "checkpoints")):
+        assert weights_of(tmp_path, name) == second
+    (folder / "model.safetensors").write_bytes(b"ooo")
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        weights_of(tmp_path, "step_00000001")
+
+
+def test_what_a_stage_reads_besides_counts_by_what_lies_there(folder: Path, tmp_path: Path) -> None:
+    """The reference and the teacher of rl, and further caches of distill: moved they are the same, edited another."""
+    for name in ("reference", "judge"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+    leave_cache(tmp_path / "cache", b"targets")
+
+    settings = [
+        "rl.algorithm.kl=0.1", f"rl.algorithm.reference={tmp_path}/reference", f"rl.teacher.path={tmp_path}/judge",
+        f"distill.cache.more=[{tmp_path}/cache]",
+    ]  # fmt: skip
+    stages = Leaving()
+    made = run(composed(*settings), folder, stages)
+    assert {"reference", "teacher"} <= made.stages[Stage.rl].inputs.keys()
+    (tmp_path / "judge").rename(tmp_path / "moved")
+    moved = [setting.replace("/judge", "/moved") for setting in settings]
+    run(composed(*moved), folder, stages)
+    (tmp_path / "moved").rename(tmp_path / "judge")
+    assert stages.made == ["pretrain", "distill", "rl"]
+    edited = {
+        "reference/model.safetensors": r"rl in .* was made otherwise: the reference's weights changed",
+        "judge/model.safetensors": r"rl in .* was made otherwise: the teacher's weights changed",
+    }
+    for name, message in edited.items():
+        left = (tmp_path / name).read_text()
+        (tmp_path / name).write_text("other")
+        with pytest.raises(ConfigError, match=message):
+            run(composed(*settings), folder, stages)
+        (tmp_path / name).write_text(left)
+    with pytest.raises(ConfigError, match=r"distill in .* was made otherwise: the caches in cache\.more changed"):
+        leave_cache(tmp_path / "cache", b"other targets")
+        run(composed(*settings), folder, stages)
+    assert stages.made == ["pretrain", "distill", "rl"]
