@@ -26,9 +26,7 @@ from lowbit.configs.schema import RunConfig
 from lowbit.configs.stored import to_yaml
 from lowbit.configs.validate import check_world, validate
 from lowbit.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, Interrupted, LowbitError
-
-OUTCOME = "outcome.json"
-"""In each job's folder of a sweep: how the job ended."""
+from lowbit.trainer.files import OUTCOME
 
 logger = logging.getLogger("lowbit")
 

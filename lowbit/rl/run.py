@@ -49,6 +49,7 @@ from lowbit.rl.tasks import Split, Task, fingerprint, make_task
 from lowbit.trainer.checkpoint import Snapshot
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.engine import Engine, LocalEngine, wants_compile
+from lowbit.trainer.files import SAMPLES
 from lowbit.trainer.launch import open_ranks
 from lowbit.trainer.loaded import build_model, load_run, shown_path
 from lowbit.trainer.loop import Position, Trainer
@@ -279,7 +280,7 @@ class Reinforcement(TaskRun):
         trainer = super().build()
         assert isinstance(trainer, RlTrainer)
         if self.ranks.first:
-            trainer.samples = SampleLog(self.run_dir / "samples.jsonl", self.rl.rollout.show, trainer.position.step)
+            trainer.samples = SampleLog(self.run_dir / SAMPLES, self.rl.rollout.show, trainer.position.step)
         if not trainer.done and trainer.position.step == 0:
             row = {"step": 0, "tokens": 0} | self._evaluate(last=False)
             trainer.log.log(row)

@@ -12,6 +12,7 @@ from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.console import duration
+from lowbit.trainer.files import SAMPLES
 from lowbit.trainer.jsonl import keep_rows_until, to_line
 from lowbit.trainer.loaded import shown_path
 from lowbit.trainer.loop import Position
@@ -32,7 +33,7 @@ def sample_text(model: Transformer, tokenizer: Tokenizer, settings: EvalConfig) 
 
 def keep_sample(run_dir: Path, step: int, prompt: str, sample: str) -> None:
     """Put a sample, which begins with its prompt, into samples.jsonl, in place of one of the same step."""
-    path = run_dir / "samples.jsonl"
+    path = run_dir / SAMPLES
     keep_rows_until(path, step - 1)
     with path.open("a", encoding="utf-8") as file:
         file.write(to_line({"step": step, "prompt": prompt, "turns": [sample.removeprefix(prompt)]}))

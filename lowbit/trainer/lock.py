@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Self
 
 from lowbit.errors import LowbitError
+from lowbit.trainer.files import LOCK
 
-NAME = "lock"
 PAUSES = (0.01, 0.05)
 """Seconds between attempts: whoever looks (`held`) has the lock for an instant."""
 
@@ -26,7 +26,7 @@ PAUSES = (0.01, 0.05)
 def held(folder: Path) -> bool:
     """Whether a live run has the folder, on whatever machine. Leaves no file behind, and needs only to read."""
     try:
-        handle = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
@@ -55,7 +55,7 @@ class RunLock:
     """Context manager that holds a run's folder (made if missing); LowbitError names the process that has it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / NAME
+        self.path = run_dir / LOCK
         self._handle: int | None = None
 
     def __enter__(self) -> Self:

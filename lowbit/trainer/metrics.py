@@ -15,10 +15,12 @@ from typing import Any, Protocol
 
 from lowbit.configs.schema import LoggingConfig, WandbMode
 from lowbit.errors import ConfigError
+from lowbit.trainer.files import METRICS
 from lowbit.trainer.jsonl import keep_rows_until, last_step, plain, to_line
 from lowbit.trainer.wandb_log import Wandb
 
-FILE = "metrics.jsonl"
+FILE = METRICS
+"""The name that other parts import so far."""
 
 
 class Sink(Protocol):
@@ -44,10 +46,10 @@ class MetricsLog:
         if config.tensorboard:
             self._sinks.append(TensorBoard(run_dir / "tensorboard", after_step))
         if config.wandb is not WandbMode.off:
-            last = last_step(run_dir / FILE)
+            last = last_step(run_dir / METRICS)
             self._sinks.append(Wandb(run_dir, config, config_dict, after_step=after_step, last_step=last))
-        keep_rows_until(run_dir / FILE, after_step)
-        self._file = (run_dir / FILE).open("a", encoding="utf-8", buffering=1)
+        keep_rows_until(run_dir / METRICS, after_step)
+        self._file = (run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write one row; it needs an int `step`. Numbers may be Python's, numpy's or torch's."""

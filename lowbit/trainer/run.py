@@ -35,6 +35,7 @@ from lowbit.trainer.ema import Ema
 from lowbit.trainer.ending import keep_sample, sample_text, say_finished, say_result
 from lowbit.trainer.engine import Engine, LocalEngine
 from lowbit.trainer.evaluate import Evaluation, evaluate
+from lowbit.trainer.files import PRECISION
 from lowbit.trainer.guard import require_finite
 from lowbit.trainer.hardware import (
     MFU_FORMULA,
@@ -246,7 +247,7 @@ class Pretraining:
         save_config(with_absolute_paths(self.config), self.run_dir / "config.yaml")
         self.data.tokenizer.save(self.run_dir / "tokenizer")
         text = json.dumps(self._precision_reports(), indent=1) + "\n"
-        (self.run_dir / "precision.json").write_text(text, encoding="utf-8")
+        (self.run_dir / PRECISION).write_text(text, encoding="utf-8")
         return MetricsLog(self.run_dir, self.config.logging, asdict(self.config), after_step=position.step)
 
     def _precision_reports(self) -> list[dict[str, Any]]:

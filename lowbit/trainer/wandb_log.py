@@ -24,6 +24,7 @@ from typing import Any
 
 from lowbit.configs.schema import LoggingConfig
 from lowbit.errors import ConfigError
+from lowbit.trainer.files import PRECISION
 from lowbit.trainer.jsonl import plain
 
 logger = logging.getLogger("lowbit")
@@ -136,8 +137,8 @@ class Wandb:
 
         folder = Path(self._run.dir).parent
         files = {"report": write_page([self._run_dir], folder / "report.html")}
-        if (self._run_dir / "precision.json").is_file():
-            files["precision"] = Path(shutil.copy(self._run_dir / "precision.json", folder))
+        if (self._run_dir / PRECISION).is_file():
+            files["precision"] = Path(shutil.copy(self._run_dir / PRECISION, folder))
         for kind, path in files.items():
             artifact = self._wandb.Artifact(f"{kind}-{self.id}", type=kind)
             artifact.add_file(str(path), policy="immutable")

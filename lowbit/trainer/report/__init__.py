@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lowbit.errors import ConfigError, LowbitError
-from lowbit.trainer.metrics import FILE
+from lowbit.trainer.files import METRICS
 from lowbit.trainer.report.compare import comparison_table, differing_settings, text_table
 from lowbit.trainer.report.page import write_page, write_runs
 from lowbit.trainer.report.picture import draw, draw_runs
@@ -64,7 +64,7 @@ def report_lines(
 
 def sweep_report(sweep_dir: Path, folders: Sequence[Path]) -> list[str]:
     """The same of a sweep's jobs that left metrics, as report.html and report.png in its folder; never an error."""
-    runs = [folder for folder in folders if (folder / FILE).is_file()]
+    runs = [folder for folder in folders if (folder / METRICS).is_file()]
     if not runs:
         return []
     lines: list[str] = []

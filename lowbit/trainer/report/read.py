@@ -25,9 +25,9 @@ from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.stored import flatten, load_config
 from lowbit.errors import ConfigError, LowbitError
+from lowbit.trainer.files import METRICS, OUTCOME, PRECISION, SAMPLES
 from lowbit.trainer.jsonl import read_rows
 from lowbit.trainer.lock import held
-from lowbit.trainer.metrics import FILE
 from lowbit.trainer.report.columns import Column, Floats, read_columns
 from lowbit.trainer.schedule import progress
 
@@ -37,7 +37,7 @@ KINDS: tuple[tuple[str, str, type[RunConfig]], ...] = (
     ("config.yaml", "pretrain", RunConfig),
 )
 """Files that say what was set, the command that wrote them, and their class; the first that is there counts."""
-PRECISION, SAMPLES, OUTCOME, PIPELINE = "precision.json", "samples.jsonl", "outcome.json", "pipeline.json"
+PIPELINE = "pipeline.json"
 
 
 @dataclass(frozen=True)
@@ -131,20 +131,20 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         inside = _runs_of(path) or [run for child in sorted(path.glob("*"), key=_natural) for run in _runs_of(child)]
         if not inside:
-            raise LowbitError(f"{path} is not a run's folder: it has no {FILE}, and no folder in it has one")
+            raise LowbitError(f"{path} is not a run's folder: it has no {METRICS}, and no folder in it has one")
         found += inside
     return found
 
 
 def _runs_of(path: Path) -> list[Path]:
     """The run in a folder, or the stages of a pipeline, in their order, without those that it has put aside."""
-    if (path / FILE).is_file():
+    if (path / METRICS).is_file():
         return [path]
     manifest = _json(path / PIPELINE)
     stages = manifest.get("stages") if isinstance(manifest, dict) else None
     records = [record for record in stages.values() if isinstance(record, dict)] if isinstance(stages, dict) else []
     folders = [path / Path(str(record.get("folder"))).name for record in records]
-    return [folder for folder in folders if (folder / FILE).is_file()]
+    return [folder for folder in folders if (folder / METRICS).is_file()]
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -168,7 +168,7 @@ def failed_jobs(paths: Sequence[Path]) -> list[str]:
 
 def read_run(folder: Path, name: str) -> Run:
     """Everything that a run's folder says."""
-    columns = read_columns(folder / FILE)
+    columns = read_columns(folder / METRICS)
     kind, config, remarks = _config(folder)
     outcome = _json(folder / OUTCOME)
     failed = isinstance(outcome, dict) and outcome.get("exit_code")
