@@ -9,12 +9,12 @@ settings (a limit of time, problems from a file) it says n/a.
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema import OptimizerKind, RunConfig
 from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.schema_pipeline import PipelineConfig, Stage
 from lowbit.configs.schema_rl import RlConfig
@@ -22,7 +22,9 @@ from lowbit.configs.validate_distill import student_tokens
 from lowbit.configs.validate_pipeline import runs_of
 from lowbit.distill.codec import Layout
 from lowbit.errors import LowbitError
+from lowbit.models.adapters import MARK, adapt
 from lowbit.models.cost import flops_per_token, parameter_parts
+from lowbit.models.transformer import Transformer
 from lowbit.pipeline.stages import in_words, naming
 from lowbit.pipeline.table import columns
 from lowbit.trainer.console import duration
@@ -121,10 +123,10 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _checkpoints(run: RunConfig, made: Plan) -> int:
-    """Bytes of the checkpoints that are kept, and of the one that is being written."""
+def _checkpoints(run: RunConfig, made: Plan, adapters: int = 0) -> int:
+    """Bytes of the checkpoints that are kept, and of the one that is being written. adapters: numbers in LoRA's."""
     averaged = made.memory.parameters if run.optim.ema_decay is not None else 0
-    each = 4 * made.parameters.total + made.memory.optimizer + averaged
+    each = 4 * (made.parameters.total + adapters) + made.memory.optimizer + averaged
     steps = made.length.steps or 0
     more = steps // run.checkpoint.keep_every_steps if run.checkpoint.keep_every_steps else 0
     return each * (run.checkpoint.keep_last + 1 + more)
@@ -173,6 +175,7 @@ def _rewarded(run: RlConfig, made: Plan, vocabulary: int, kept: int, words: str)
                 words.partition("; ")[2],
             )
         )
+    made, adapters = _adapted(run, made, vocabulary)
     drawn = steps * run.batch.sequences * whole
     lines.append(
         Part(
@@ -180,11 +183,33 @@ def _rewarded(run: RlConfig, made: Plan, vocabulary: int, kept: int, words: str)
             drawn if known else None,
             drawn * (each + each // READ) if known else None,
             made.memory.total + run.rollout.slots * whole * made.kv_cache_bytes_per_token,
-            kept,
+            _checkpoints(run, made, adapters) if adapters else kept,
             words,
         )
     )
     return lines
+
+
+def _adapted(run: RlConfig, made: Plan, vocabulary: int) -> tuple[Plan, int]:
+    """With LoRA: gradients and optimizer state are those of what trains, by AdamW; and how many numbers it adds."""
+    lora = run.lora
+    if not lora.rank:
+        return made, 0
+    with torch.device("meta"):
+        model = Transformer(run.model, vocabulary)
+    adapt(model, lora.rank, lora.alpha, lora.targets, run.seed, lora.also)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    adapters = sum(parameter.numel() for name, parameter in model.named_parameters() if MARK in name)
+    adamw = replace(run, optim=replace(run.optim, kind=OptimizerKind.adamw))
+    dtype = compute_dtype(run.precision, pick_device(run.device))
+    memory, total = plan_run(adamw, vocabulary, compute_bytes=dtype.itemsize).memory, made.parameters.total
+    memory = replace(
+        memory,
+        parameters=memory.parameters + 4 * adapters,
+        gradients=memory.gradients * trained // total,
+        optimizer=memory.optimizer * trained // total,
+    )
+    return replace(made, memory=memory), adapters
 
 
 def _row(

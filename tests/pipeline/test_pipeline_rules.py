@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from pipeline_runs import SETTINGS, place
 
 from lowbit.configs.compose import compose_for
 from lowbit.configs.overrides import PIPELINE
-from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema import OptimizerKind, RunConfig
 from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.schema_pipeline import PipelineConfig, Stage
 from lowbit.configs.stored import save_config
@@ -20,9 +20,11 @@ from lowbit.data.dataset import prepare_data
 from lowbit.data.tokenizer import bytes_tokenizer
 from lowbit.distill import shards
 from lowbit.errors import CheckpointError, ConfigError, DataError, LowbitError
+from lowbit.models.cost import parameter_parts
 from lowbit.pipeline import manifest as store
 from lowbit.pipeline.identity import weights_of
 from lowbit.pipeline.manifest import State
+from lowbit.pipeline.plan import parts_of
 from lowbit.pipeline.run import run
 from lowbit.trainer import snapshot
 
@@ -237,3 +239,24 @@ def test_what_a_stage_reads_besides_counts_by_what_lies_there(folder: Path, tmp_
         leave_cache(tmp_path / "cache", b"other targets")
         run(composed(*settings), folder, stages)
     assert stages.made == ["pretrain", "distill", "rl"]
+
+
+def test_what_adapters_take() -> None:
+    """By hand: with LoRA gradients and AdamW's two moments are those of what trains, here adapters and norms."""
+    rank, given = 4, ["rl.optim.kind=adamw", "rl.warm_start.steps=3", "student.layers=2"]
+    plain = composed(*given).rl
+    adapted = composed(*given, f"rl.lora.rank={rank}", "rl.lora.also=[norms]").rl
+    m = plain.model
+    assert (m.width, m.mlp_width, m.heads, m.kv_heads, m.mlp.value) == (64, 128, 2, 2, "swiglu")
+    total = parameter_parts(m, 257).total
+    adapters = 2 * rank * (4 * (64 + 64) + 3 * (64 + 128))
+    norms = 64 * (2 * 2 + 1) + 2 * 2 * 32  # before attention and MLP, and at the end; of queries and keys
+    before, now = parts_of(Stage.rl, plain), parts_of(Stage.rl, adapted)
+    assert now[0] == before[0], "all weights train in the supervised start"
+    trained = adapters + norms
+    assert before[1].memory - now[1].memory == 12 * (total - trained) - 4 * adapters
+    kept = plain.checkpoint.keep_last + 1
+    assert before[1].disk == kept * 12 * total
+    assert now[1].disk == kept * (4 * (total + adapters) + 8 * trained)
+    muon = parts_of(Stage.rl, replace(adapted, optim=replace(adapted.optim, kind=OptimizerKind.muon)))
+    assert muon[1] == now[1], "no matrix is left for Muon"
