@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -256,8 +256,12 @@ def _log(error: Exception) -> None:
 
 def _outcomes(sweep_dir: Path) -> list[tuple[str, Outcome]]:
     """Folder and outcome of each job that ended, in the order of the sweep."""
-    files = sweep_dir.glob(f"*/{OUTCOME}")
-    found = [(f.parent.name, Outcome(**json.loads(f.read_text(encoding="utf-8")))) for f in files]
+    found = []
+    for file in sweep_dir.glob(f"*/{OUTCOME}"):
+        with suppress(
+            OSError, ValueError, TypeError
+        ):  # half-written by a job that was killed: as if it had said nothing
+            found.append((file.parent.name, Outcome(**json.loads(file.read_text(encoding="utf-8")))))
     return sorted(found, key=lambda pair: pair[1].job)
 
 

@@ -67,6 +67,8 @@ def test_a_job_that_was_killed_is_named(
             (folder / str(number) / "outcome.json").write_text(
                 json.dumps({"job": number, "settings": [f"seed={number}"], "exit_code": 0, "error": ""})
             )
+        (folder / "1").mkdir()
+        (folder / "1" / "outcome.json").write_text('{"job": 1, "settings": ["se')
         raise RuntimeError("a worker died\nof many lines")
 
     before: list[str] = []
