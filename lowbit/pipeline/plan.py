@@ -26,7 +26,7 @@ from lowbit.models.adapters import MARK, adapt
 from lowbit.models.cost import flops_per_token, parameter_parts
 from lowbit.models.transformer import Transformer
 from lowbit.pipeline.stages import in_words, naming
-from lowbit.pipeline.table import columns
+from lowbit.trainer.aligned import columns
 from lowbit.trainer.console import duration
 from lowbit.trainer.hardware import compute_dtype, device_name, pick_device
 from lowbit.trainer.plan import Plan, planned_vocabulary

@@ -24,11 +24,11 @@ from lowbit.pipeline.identity import tokenizer_of, weights_of
 from lowbit.pipeline.manifest import Manifest, Record, State
 from lowbit.quant.stages import resolve
 from lowbit.rl.tasks import fingerprint, make_task
+from lowbit.trainer.files import METRICS
 from lowbit.trainer.hardware import compute_dtype, pick_device
 from lowbit.trainer.imported import beginning
 from lowbit.trainer.jsonl import read_rows
 from lowbit.trainer.loaded import shown_path
-from lowbit.trainer.metrics import FILE as METRICS
 
 logger = logging.getLogger("lowbit")
 

@@ -2,25 +2,16 @@
 
 import logging
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from lowbit.configs.schema_pipeline import PipelineConfig, Stage
 from lowbit.pipeline.manifest import Manifest, Record
+from lowbit.trainer.aligned import columns
 from lowbit.trainer.console import duration
 from lowbit.trainer.loaded import shown_path
 
 logger = logging.getLogger("lowbit")
-
-
-def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Rows of equally many cells as lines of aligned columns; those in `right` end together."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def table(folder: Path, manifest: Manifest, kept: Collection[Stage]) -> list[str]:

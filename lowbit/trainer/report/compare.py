@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from lowbit.trainer.aligned import columns
 from lowbit.trainer.console import duration
 from lowbit.trainer.report.read import Run, read_runs
 
@@ -89,21 +90,8 @@ def text_table(runs: Sequence[Run]) -> str:
         row + [_cut(setting_text(run.settings.get(key, "-"))) for key in shown]
         for row, run in zip(rows, runs, strict=True)
     ]
-    table = _aligned([header + shown, *cells], len(header))
+    table = "\n".join(columns([header + shown, *cells], range(1, len(header))))
     return f"{table}\n{more} more settings differ, or are those of some runs alone" if more else table
-
-
-def _aligned(lines: Sequence[Sequence[str]], numbers: int) -> str:
-    """Columns padded to equal width: names and settings to the left, numbers between them to the right."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    padded = (
-        "  ".join(
-            cell.rjust(width) if 0 < column < numbers else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
-    return "\n".join(line.rstrip() for line in padded)
 
 
 def _number(value: float | None, form: str) -> str:
