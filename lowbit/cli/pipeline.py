@@ -99,6 +99,7 @@ def _task() -> "Task":
     from lowbit.configs.overrides import PIPELINE
     from lowbit.configs.validate_pipeline import runs_of, validate_pipeline
     from lowbit.errors import ConfigError
+    from lowbit.trainer.files import METRICS
 
     def work(config: Any, run_dir: Path) -> None:
         from lowbit.pipeline.run import run
@@ -123,5 +124,5 @@ def _task() -> "Task":
         joined=False,
         words=("pipeline",),
         runs=lambda config: list(runs_of(config).values()),
-        shown=lambda folder: [path for path in sorted(folder.glob("*")) if (path / "metrics.jsonl").is_file()],
+        shown=lambda folder: [path for path in sorted(folder.glob("*")) if (path / METRICS).is_file()],
     )

@@ -19,9 +19,6 @@ from lowbit.trainer.files import METRICS
 from lowbit.trainer.jsonl import keep_rows_until, last_step, plain, to_line
 from lowbit.trainer.wandb_log import Wandb
 
-FILE = METRICS
-"""The name that other parts import so far."""
-
 
 class Sink(Protocol):
     """One more place for rows."""
