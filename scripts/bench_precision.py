@@ -70,7 +70,7 @@ def bench(shape: str, recipe: str, graphs: bool, kernels: int) -> dict[str, Any]
         model = Transformer(config, vocabulary, torch.bfloat16)
     model = model.to_empty(device=device)
     model.init_weights(1)
-    apply_policy(model, resolve(PrecisionConfig(forward=recipe)), seed=1)
+    apply_policy(model, resolve(PrecisionConfig(forward=recipe, backward=recipe)), seed=1)
     engine = LocalEngine(model, OptimConfig(), EngineConfig(cuda_graphs=graphs))
     tokens = torch.randint(0, vocabulary, (sequences, length + 1), device=device)
     weights = torch.ones(sequences, length, device=device)

@@ -129,13 +129,44 @@ def _correction(x, v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_tile(  # type: ignore[no-untyped-def]
-    x_ptr, signs_ptr, r, c, rows, columns, width, row_stride, column_stride,
-    ROWS: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr, ROTATION_SCALE: tl.constexpr,
+def _joined(parts):  # type: ignore[no-untyped-def]
+    """The first half of the tensors, each joined with its like of the second half along a new last axis."""
+    out = ()
+    for i in tl.static_range(len(parts) // 2):
+        out = out + (tl.join(parts[i], parts[i + len(parts) // 2]),)
+    return out
+
+
+@triton.jit
+def _load_pieces(  # type: ignore[no-untyped-def]
+    x_ptr, r, first, rows, columns, row_stride, column_stride, PIECE: tl.constexpr, JOINS: tl.constexpr
 ):  # fmt: skip
-    """x at rows r and columns c, zero outside, as BF16 numbers in FP32, rotated: [ROWS, 128]."""
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    x = tl.load(x_ptr + r[:, None] * row_stride + c.to(tl.int64)[None, :] * column_stride, inside, 0.0)
+    """128 columns of x from `first` on, in pieces of PIECE = 128 >> JOINS columns: [rows, 128].
+
+    The threads that load a row's part of one piece load that of every piece, and joining moves nothing between
+    threads: with small pieces a row, with all its butterflies and sums, stays in the registers of one thread, or two.
+    """
+    parts = ()
+    row = x_ptr + (r * row_stride)[:, None]
+    for i in tl.static_range(1 << JOINS):
+        c = first + PIECE * i + tl.arange(0, PIECE)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        parts = parts + (tl.load(row + (c.to(tl.int64) * column_stride)[None, :], inside, 0.0),)
+    for _ in tl.static_range(JOINS):
+        parts = _joined(parts)
+    x = tl.permute(tl.reshape(parts[0], (r.shape[0], PIECE, 1 << JOINS)), (0, 2, 1))
+    return tl.reshape(x, (r.shape[0], 128))
+
+
+@triton.jit
+def load_tile(  # type: ignore[no-untyped-def]
+    x_ptr, signs_ptr, r, group, rows, columns, width, row_stride, column_stride,
+    ROWS: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr, ROTATION_SCALE: tl.constexpr,
+    PIECE: tl.constexpr, JOINS: tl.constexpr,
+):  # fmt: skip
+    """x at rows r and the columns of a group, zero outside, as BF16 numbers in FP32, rotated: [ROWS, 128]."""
+    c = group * 128 + tl.arange(0, 128)
+    x = _load_pieces(x_ptr, r, group * 128, rows, columns, row_stride, column_stride, PIECE, JOINS)
     if x_ptr.dtype.element_ty == tl.float32:
         x = round_bf16(x)
     else:
@@ -257,7 +288,7 @@ def factor_kernel(  # type: ignore[no-untyped-def]
     rows, columns, row_stride, column_stride, width, padded, padded_rows, stored, blocks, given_stride, lane,
     ROWS: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr, ROTATION_SCALE: tl.constexpr,
     QUANTISED: tl.constexpr, OPERAND: tl.constexpr, CODES: tl.constexpr, CHOICE: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, PIECE: tl.constexpr, JOINS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     SCALE: tl.constexpr, OUTER: tl.constexpr, ROUNDING: tl.constexpr,
     M: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, MAX_BITS: tl.constexpr, MAX_EXPONENT: tl.constexpr,
     HAS_NAN: tl.constexpr, NAN_CODE: tl.constexpr, INTEGER: tl.constexpr,
@@ -278,8 +309,9 @@ def factor_kernel(  # type: ignore[no-untyped-def]
     row_block = row_tile.to(tl.int64) * RB + tl.arange(0, RB)
     block = group * NB + tl.arange(0, NB)
     x = load_tile(
-        x_ptr, signs_ptr, r, c, rows, columns, width, row_stride, column_stride, ROWS, ROTATION, STAGES, ROTATION_SCALE
-    )
+        x_ptr, signs_ptr, r, group, rows, columns, width, row_stride, column_stride,
+        ROWS, ROTATION, STAGES, ROTATION_SCALE, PIECE, JOINS,
+    )  # fmt: skip
     value = x
     if QUANTISED:
         amax_bits = tl.max(tl.max(tl.reshape(bits_of(x) & MAGNITUDE, (RB, BR, NB, BC)), 3), 1)  # [RB, NB]
