@@ -176,7 +176,7 @@ class _Tile(NamedTuple):
 
     rows: int
     piece: int
-    """Columns that are loaded together (`triton_blocks._load_pieces`)."""
+    """Columns that are loaded together (`triton_tile`)."""
     warps: int
 
 

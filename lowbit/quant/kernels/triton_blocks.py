@@ -18,7 +18,6 @@ from lowbit.quant.kernels.triton_numbers import (
     STOCHASTIC,
     UP,
     bits_of,
-    butterfly,
     decode,
     eight_halves,
     encode,
@@ -33,6 +32,7 @@ from lowbit.quant.kernels.triton_numbers import (
     sum_of_16,
     sum_of_128,
 )
+from lowbit.quant.kernels.triton_tile import load_tile
 
 # What `scales` and `quantise` call these, as numbers that a kernel can be specialised on.
 E8M0_UP = tl.constexpr(1)
@@ -126,58 +126,6 @@ def _correction(x, v):  # type: ignore[no-untyped-def]
     else:
         quotient = tl.div_rn(top, safe)
     return tl.where(bottom == 0, 1.0, quotient)
-
-
-@triton.jit
-def _joined(parts):  # type: ignore[no-untyped-def]
-    """The first half of the tensors, each joined with its like of the second half along a new last axis."""
-    out = ()
-    for i in tl.static_range(len(parts) // 2):
-        out = out + (tl.join(parts[i], parts[i + len(parts) // 2]),)
-    return out
-
-
-@triton.jit
-def _load_pieces(  # type: ignore[no-untyped-def]
-    x_ptr, r, first, rows, columns, row_stride, column_stride, PIECE: tl.constexpr, JOINS: tl.constexpr
-):  # fmt: skip
-    """128 columns of x from `first` on, in pieces of PIECE = 128 >> JOINS columns: [rows, 128].
-
-    The threads that load a row's part of one piece load that of every piece, and joining moves nothing between
-    threads: with small pieces a row, with all its butterflies and sums, stays in the registers of one thread, or two.
-    """
-    parts = ()
-    row = x_ptr + (r * row_stride)[:, None]
-    for i in tl.static_range(1 << JOINS):
-        c = first + PIECE * i + tl.arange(0, PIECE)
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        parts = parts + (tl.load(row + (c.to(tl.int64) * column_stride)[None, :], inside, 0.0),)
-    for _ in tl.static_range(JOINS):
-        parts = _joined(parts)
-    x = tl.permute(tl.reshape(parts[0], (r.shape[0], PIECE, 1 << JOINS)), (0, 2, 1))
-    return tl.reshape(x, (r.shape[0], 128))
-
-
-@triton.jit
-def load_tile(  # type: ignore[no-untyped-def]
-    x_ptr, signs_ptr, r, group, rows, columns, width, row_stride, column_stride,
-    ROWS: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr, ROTATION_SCALE: tl.constexpr,
-    PIECE: tl.constexpr, JOINS: tl.constexpr,
-):  # fmt: skip
-    """x at rows r and the columns of a group, zero outside, as BF16 numbers in FP32, rotated: [ROWS, 128]."""
-    c = group * 128 + tl.arange(0, 128)
-    x = _load_pieces(x_ptr, r, group * 128, rows, columns, row_stride, column_stride, PIECE, JOINS)
-    if x_ptr.dtype.element_ty == tl.float32:
-        x = round_bf16(x)
-    else:
-        x = x.to(tl.float32)
-    if ROTATION > 0:
-        x = x * tl.load(signs_ptr + c % ROTATION)[None, :]
-        x = butterfly(tl.reshape(x, (ROWS * 128 // ROTATION, ROTATION)), STAGES)
-        x = round_bf16(tl.reshape(x, (ROWS, 128)) * ROTATION_SCALE)
-        wanted = (r < rows)[:, None] & (c < width)[None, :]
-        x = tl.where(wanted, x, 0.0)  # what the quantiser adds beyond the rotation's groups are zeros without a sign
-    return x
 
 
 @triton.jit
