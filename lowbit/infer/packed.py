@@ -1,8 +1,9 @@
 """Weights that stay packed while a sampler decodes: fewer bytes to read at few rows.
 
-A weight-only layer (`nvfp4_w4a16`, `mxfp8_w8a16`, `fp8_w8a16`) in BF16 on a GPU holds its weight twice: as codes and
-scales for up to 16 rows, where reading it is all the work, and as the BF16 numbers that they stand for, for
-more rows (a prefill), where multiplying is. Both are the same numbers: what changes at the border is the order of sums.
+A layer of four-bit weights (`nvfp4_w4a16`) in BF16 on a GPU holds its weight twice: as codes and scales for up to 16
+rows, where reading it is all the work, and as the BF16 numbers that they stand for, for more rows (a prefill), where
+multiplying is. Both are the same numbers: what changes at the border is the order of sums. Weights of eight bits
+(`mxfp8_w8a16`, `fp8_w8a16`) have a kernel, too, which does not pay yet: a copy multiplies.
 
 A layer takes part whose kernel passes its check on this device; otherwise a warning names it and the BF16 copy serves
 every number of rows.
@@ -30,6 +31,8 @@ from lowbit.quant.spec import Outer, QuantSpec, Scale
 
 logger = logging.getLogger("lowbit")
 
+PAYING = (4,)
+"""Bits an element: those of 8 bits have been slower than BF16 at every shape (docs/LOG.md)."""
 WIDTH = 1024
 """Of the check's product: wide enough to be split."""
 
@@ -134,7 +137,9 @@ def pack_layers(model: Transformer) -> int:
         ):
             continue
         spec = layer.policy.fprop.right.spec
-        if layer.retained is not None or layer.choice is not None or spec is None or wrong(spec, device) is not None:
+        if spec is None or spec.element.bits not in PAYING or layer.retained is not None or layer.choice is not None:
+            continue
+        if wrong(spec, device) is not None:
             continue
         packed = PackedLinear.of(layer, layer.policy, layer.key, layer.clock, name)
         parent, _, attribute = name.rpartition(".")

@@ -55,11 +55,11 @@ def sampling_logprobs(logits: Tensor, config: SamplingConfig) -> Tensor:
     """FP32 log-probabilities of the sampling distribution: logits [B, V] -> [B, V], -inf outside its support."""
     logits = logits.float()
     if config.temperature == 0:
-        return logits.log_softmax(-1)
+        return log_softmax(logits)
     # Subtracting the greatest first keeps tiny temperatures from overflowing.
     logits = (logits - logits.amax(-1, keepdim=True)) / config.temperature
     if config.top_k is None and config.top_p == 1:
-        return logits.log_softmax(-1)
+        return log_softmax(logits)
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     if config.top_k is not None:
         ordered[..., config.top_k :] = float("-inf")
@@ -69,7 +69,12 @@ def sampling_logprobs(logits: Tensor, config: SamplingConfig) -> Tensor:
         beyond = before >= config.top_p
         beyond[..., 0] = False
         ordered = ordered.masked_fill(beyond, float("-inf"))
-    return torch.empty_like(logits).scatter_(-1, index, ordered.log_softmax(-1))
+    return torch.empty_like(logits).scatter_(-1, index, log_softmax(ordered))
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """FP32 [B, V]. PyTorch's own is off by 4e-5 on a CPU at 150,000 tokens; its logsumexp sums in parts and is not."""
+    return x - x.logsumexp(-1, keepdim=True)
 
 
 def running_sum(x: Tensor) -> Tensor:

@@ -136,10 +136,10 @@ def _values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprob, entropy, lse), each [C]."""
     z, _, _ = capped_logits(logits, vocab_size, softcap)
-    logp = (z / temperature).log_softmax(dim=1)
+    lse = torch.logsumexp(z / temperature, dim=1)  # log_softmax sums less exactly on a CPU (`infer.sampling`)
+    logp = z / temperature - lse[:, None]
     p = logp.exp()
     entropy = -torch.where(p > 0, p * logp, 0.0).sum(dim=1)
-    lse = torch.logsumexp(z / temperature, dim=1)
     return logp.gather(1, targets[:, None]).squeeze(1), entropy, lse
 
 

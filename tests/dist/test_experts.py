@@ -45,11 +45,13 @@ def test_numbers_of_one_process(world: int, backend: str, tmp_path: Path) -> Non
         assert torch.allclose(torch.tensor(found["rows"]), torch.tensor(rows), rtol=1e-5, atol=0), case
         saved = load_file(folder / f"{case['name']}.safetensors")
         assert saved.keys() == expected.keys()
+        # A GPU adds the gradients of an embedding in any order, and Adam makes a step of a rounding error; Muon's BF16
+        # products then round another way.
+        model, share, most = (2e-6, 1e-4, 0.0) if device == "cpu" else (1e-5, 2e-2, 1e-3)
         for key, tensor in expected.items():
-            allowed = 2e-6 if key.startswith("model/") else 1e-4 * float(tensor.abs().max())
+            allowed = model if key.startswith("model/") else share * float(tensor.abs().max())
             beyond = (saved[key] - tensor).abs() > allowed
-            # A GPU adds the gradients of an embedding in any order, and Adam makes a step of a rounding error.
-            assert beyond.double().mean() <= (0.0 if device == "cpu" else 1e-3), (case["name"], key)
+            assert beyond.double().mean() <= most, (case["name"], key)
         assert len(set(found["weights"])) == world, "each rank has other experts"
 
 

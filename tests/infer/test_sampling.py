@@ -44,6 +44,13 @@ def test_distribution_is_the_references(temperature: float, top_k: int | None, t
     torch.testing.assert_close(got.exp().sum(-1), torch.ones(5))
 
 
+@pytest.mark.parametrize("vocab", [32_768, 151_936])
+def test_large_vocabularies_cost_no_digits(vocab: int) -> None:
+    logits = 4 * torch.randn(4, vocab, generator=torch.Generator().manual_seed(1))
+    expected = logits.double().log_softmax(-1)
+    assert (sampling_logprobs(logits, SamplingConfig()).double() - expected).abs().max() < 5e-6
+
+
 def test_low_temperatures_stay_finite() -> None:
     logits = torch.randn(3, 40) * 50
     got = sampling_logprobs(logits, SamplingConfig(1e-30))

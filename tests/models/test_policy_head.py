@@ -49,6 +49,15 @@ def test_it_is_the_cross_entropy_of_the_other_head() -> None:
     torch.testing.assert_close(-out.logprob, lm_head_nll(hidden, weight, targets, vocab_size=20))
 
 
+def test_a_large_vocabulary_costs_no_digits() -> None:
+    hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(151_936, 8, generator=torch.Generator().manual_seed(2))
+    targets = torch.tensor([0, 77_000, 151_935])
+    logprob = lm_head_policy(hidden, weight, targets, vocab_size=151_936).logprob
+    exact = (hidden.double() @ weight.double().t()).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    assert (logprob.double() - exact).abs().max() < 1e-5
+
+
 def test_no_tokens_still_reach_every_parameter() -> None:
     hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     out = lm_head_policy(hidden, weight, torch.zeros(0, dtype=torch.int64), vocab_size=20)
