@@ -127,7 +127,7 @@ def _launch(
     padded_rows = -(-rows // block_rows) * block_rows
     row_major = x.stride(1) == 1
     rotation = 0 if signs is None else signs.shape[0]
-    tile = _tile(spec, block_rows, row_major, rotation)
+    tile = _tile(spec, block_rows, row_major, rotation, x.element_size())
     stored = 0 if spec is None else data.shape[-1] * 8 // spec.element.bits
     blocks = scales.shape[1] if scales.ndim == 2 else 0
     by_row = given is not None and given.inverse.numel() > 1
@@ -157,6 +157,7 @@ def _launch(
         lane,
         ROWS=tile.rows,
         PIECE=tile.piece,
+        RUN=tile.run,
         JOINS=(128 // tile.piece).bit_length() - 1,
         ROTATION=rotation,
         STAGES=rotation.bit_length() - 1,
@@ -177,21 +178,29 @@ class _Tile(NamedTuple):
     rows: int
     piece: int
     """Columns that are loaded together (`triton_tile`)."""
+    run: int
+    """Those of them that lie together."""
     warps: int
 
 
-def _tile(spec: QuantSpec | None, block_rows: int, row_major: bool, rotation: int) -> _Tile:
+def _tile(spec: QuantSpec | None, block_rows: int, row_major: bool, rotation: int, element_size: int) -> _Tile:
     """Counted in the machine code of sm_90, instructions a number; a row in one thread takes 255 registers.
 
     For MS-EDEN after a rotation of 128, 54 (rows in memory) and 61 (columns) where tiles spread over threads take 135
-    and 317. Four over six needs more registers than a thread has, blocks of several rows need several threads.
+    and 317. Four over six needs more registers than a thread has: a thread takes whole blocks, 73 in place of 99.
+    Blocks of several rows need several threads.
     """
-    if block_rows > 1 or (spec is not None and spec.rounding in FOUR_OVER_SIX):
+    four_over_six = spec is not None and spec.rounding in FOUR_OVER_SIX
+    if four_over_six and row_major and block_rows == 1:
+        run = 16 // element_size  # what a thread loads at once
+        return _Tile(32, 8 * run, run, 4)
+    if four_over_six or block_rows > 1:
         rows = max(block_rows, 16 if row_major else 32)
-        return _Tile(rows, 128, 4 if rows <= 16 else 8)
+        return _Tile(rows, 128, 128, 4 if rows <= 16 else 8)
     wide = spec is not None and spec.rounding is Rounding.MS_EDEN_PUBLISHED  # sums in FP64
     threads = 2 if wide or (row_major and rotation < 128) else 1
-    return _Tile(128 // threads, threads * (8 if row_major else 1), 4)
+    piece = threads * (8 if row_major else 1)
+    return _Tile(128 // threads, piece, piece, 4)
 
 
 @cache

@@ -236,7 +236,7 @@ def factor_kernel(  # type: ignore[no-untyped-def]
     rows, columns, row_stride, column_stride, width, padded, padded_rows, stored, blocks, given_stride, lane,
     ROWS: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr, ROTATION_SCALE: tl.constexpr,
     QUANTISED: tl.constexpr, OPERAND: tl.constexpr, CODES: tl.constexpr, CHOICE: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, PIECE: tl.constexpr, JOINS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, JOINS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     SCALE: tl.constexpr, OUTER: tl.constexpr, ROUNDING: tl.constexpr,
     M: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, MAX_BITS: tl.constexpr, MAX_EXPONENT: tl.constexpr,
     HAS_NAN: tl.constexpr, NAN_CODE: tl.constexpr, INTEGER: tl.constexpr,
@@ -258,7 +258,7 @@ def factor_kernel(  # type: ignore[no-untyped-def]
     block = group * NB + tl.arange(0, NB)
     x = load_tile(
         x_ptr, signs_ptr, r, group, rows, columns, width, row_stride, column_stride,
-        ROWS, ROTATION, STAGES, ROTATION_SCALE, PIECE, JOINS,
+        ROWS, ROTATION, STAGES, ROTATION_SCALE, PIECE, RUN, JOINS,
     )  # fmt: skip
     value = x
     if QUANTISED:

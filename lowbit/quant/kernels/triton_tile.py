@@ -22,23 +22,25 @@ def _joined(parts):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_pieces(  # type: ignore[no-untyped-def]
-    x_ptr, r, first, rows, columns, row_stride, column_stride, PIECE: tl.constexpr, JOINS: tl.constexpr
+    x_ptr, r, first, rows, columns, row_stride, column_stride, PIECE: tl.constexpr, RUN: tl.constexpr, JOINS: tl.constexpr
 ):  # fmt: skip
     """128 columns of x from `first` on, in pieces of PIECE = 128 >> JOINS columns: [rows, 128].
 
     The threads that load a row's part of one piece load that of every piece, and joining moves nothing between
     threads: with small pieces a row, with all its butterflies and sums, stays in the registers of one thread, or two.
+    A piece is made of runs of RUN columns, so that a thread that loads runs holds RUN << JOINS columns in a row.
     """
     parts = ()
     row = x_ptr + (r * row_stride)[:, None]
     for i in tl.static_range(1 << JOINS):
-        c = first + PIECE * i + tl.arange(0, PIECE)
+        k = tl.arange(0, PIECE)
+        c = first + (k // RUN) * (RUN << JOINS) + RUN * i + k % RUN
         inside = (r < rows)[:, None] & (c < columns)[None, :]
         piece = tl.load(row + (c.to(tl.int64) * column_stride)[None, :], inside, 0.0)
         parts = parts + (piece,)  # type: ignore[assignment]  # noqa: RUF005
     for _ in tl.static_range(JOINS):
         parts = _joined(parts)
-    x = tl.permute(tl.reshape(parts[0], (r.shape[0], PIECE, 1 << JOINS)), (0, 2, 1))  # type: ignore[misc]
+    x = tl.permute(tl.reshape(parts[0], (r.shape[0], PIECE // RUN, RUN, 1 << JOINS)), (0, 1, 3, 2))  # type: ignore[misc]
     return tl.reshape(x, (r.shape[0], 128))
 
 
@@ -46,11 +48,11 @@ def _load_pieces(  # type: ignore[no-untyped-def]
 def load_tile(  # type: ignore[no-untyped-def]
     x_ptr, signs_ptr, r, group, rows, columns, width, row_stride, column_stride,
     ROWS: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr, ROTATION_SCALE: tl.constexpr,
-    PIECE: tl.constexpr, JOINS: tl.constexpr,
+    PIECE: tl.constexpr, RUN: tl.constexpr, JOINS: tl.constexpr,
 ):  # fmt: skip
     """x at rows r and the columns of a group, zero outside, as BF16 numbers in FP32, rotated: [ROWS, 128]."""
     c = group * 128 + tl.arange(0, 128)
-    x = _load_pieces(x_ptr, r, group * 128, rows, columns, row_stride, column_stride, PIECE, JOINS)
+    x = _load_pieces(x_ptr, r, group * 128, rows, columns, row_stride, column_stride, PIECE, RUN, JOINS)
     if x_ptr.dtype.element_ty == tl.float32:
         x = round_bf16(x)
     else:
