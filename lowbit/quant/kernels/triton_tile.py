@@ -22,7 +22,8 @@ def _joined(parts):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_pieces(  # type: ignore[no-untyped-def]
-    x_ptr, r, first, rows, columns, row_stride, column_stride, PIECE: tl.constexpr, RUN: tl.constexpr, JOINS: tl.constexpr
+    x_ptr, r, first, rows, columns, row_stride, column_stride,
+    PIECE: tl.constexpr, RUN: tl.constexpr, JOINS: tl.constexpr,
 ):  # fmt: skip
     """128 columns of x from `first` on, in pieces of PIECE = 128 >> JOINS columns: [rows, 128].
 
