@@ -14,9 +14,9 @@ from lowbit.configs.schema import CheckpointConfig, RunConfig
 from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.stored import flatten, plain
 from lowbit.configs.strict import show
-from lowbit.data.tokenizer import load_tokenizer
 from lowbit.errors import CheckpointError
 from lowbit.trainer.checkpoint import CheckpointStore
+from lowbit.trainer.imported import tokenizer_of
 from lowbit.trainer.snapshot import read_manifest
 from lowbit.trainer.tensorfile import hash_file
 
@@ -79,9 +79,9 @@ def _checked(checkpoint: Path) -> str:
     return known.sha256
 
 
-def tokenizer_of(folder: Path) -> str:
-    """Digest of the tokenizer in a run's folder, or in one of Hugging Face."""
-    return load_tokenizer(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder).digest
+def tokenizer_digest(folder: Path) -> str:
+    """Of the tokenizer in a run's folder, or in one of Hugging Face. Raises DataError, as `imported.tokenizer_of`."""
+    return tokenizer_of(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder).digest
 
 
 def differences(run: RunConfig, was: Mapping[str, Any], inputs: tuple[Mapping[str, str], Mapping[str, str]]) -> str:

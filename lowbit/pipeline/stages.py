@@ -20,7 +20,7 @@ from lowbit.configs.validate_rl import validate_rl
 from lowbit.data.dataset import Dataset
 from lowbit.errors import CheckpointError, ConfigError, LowbitError
 from lowbit.infer.precision import check_sampler
-from lowbit.pipeline.identity import tokenizer_of, weights_of
+from lowbit.pipeline.identity import tokenizer_digest, weights_of
 from lowbit.pipeline.manifest import Manifest, Record, State
 from lowbit.quant.stages import resolve
 from lowbit.rl.tasks import fingerprint, make_task
@@ -117,7 +117,7 @@ def inputs_of(stage: Stage, run: RunConfig, start: Path | None, data: Dataset | 
             found["reference"] = weights_of(Path(run.algorithm.reference).expanduser())
         if run.teacher.path:
             found["teacher"] = weights_of(Path(run.teacher.path).expanduser(), run.teacher.checkpoint)
-        return found | {"tokenizer": tokenizer_of(start), "task": fingerprint(make_task(run.task))}
+        return found | {"tokenizer": tokenizer_digest(start), "task": fingerprint(make_task(run.task))}
     assert data is not None
     found = {"tokenizer": data.tokenizer.digest, "data": data.fingerprint}
     if isinstance(run, DistillConfig):
