@@ -9,7 +9,6 @@ import pydoc_data.topics
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,9 @@ from lowbit.models.lm_head import lm_head_loss
 from lowbit.models.transformer import Transformer
 
 CONFIG = ModelConfig(layers=2, width=128, heads=4, kv_heads=4, mlp_width=256, max_sequence=128)
-STEPS, SEQUENCES, LENGTH = 80, 16, 128
+STEPS, LENGTH = 80, 128
+LEARNT_FROM, SEQUENCES = 6, 16
+"""Sequences in a step of training, and in the micro-batch that gives the operands."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,11 @@ class Operands:
     """[tokens, out]."""
 
 
-def _batches() -> Any:
+def _batch(generator: torch.Generator, sequences: int) -> Tensor:
     text = Path(pydoc_data.topics.__file__).read_bytes()
     numbers = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    generator = torch.Generator().manual_seed(5)
-    while True:
-        starts = torch.randint(0, len(numbers) - LENGTH - 1, (SEQUENCES,), generator=generator).tolist()
-        yield torch.stack([numbers[start : start + LENGTH + 1] for start in starts])
+    starts = torch.randint(0, len(numbers) - LENGTH - 1, (sequences,), generator=generator).tolist()
+    return torch.stack([numbers[start : start + LENGTH + 1] for start in starts])
 
 
 def _loss(model: Transformer, batch: Tensor) -> Tensor:
@@ -52,14 +51,14 @@ def _loss(model: Transformer, batch: Tensor) -> Tensor:
 
 @cache
 def trained_operands() -> dict[str, Operands]:
-    """By the layer's name; the first call trains (ten seconds)."""
+    """By the layer's name; the first call trains (some seconds)."""
     model = Transformer(CONFIG, 256)
     model.init_weights(3)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    batches, losses = _batches(), []
+    generator, losses = torch.Generator().manual_seed(5), []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = _loss(model, next(batches))
+        loss = _loss(model, _batch(generator, LEARNT_FROM))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -77,7 +76,7 @@ def trained_operands() -> dict[str, Operands]:
 
     for name, module in layers.items():
         watch(name, module)
-    _loss(model, next(batches)).backward()
+    _loss(model, _batch(generator, SEQUENCES)).backward()
     assert grads.keys() == layers.keys()
     return {
         name: Operands(

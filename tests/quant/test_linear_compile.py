@@ -59,7 +59,7 @@ def check(policy: LinearPolicy, backend: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-USUAL = ("nvfp4", "nvfp4_nvidia", "fp8_row", "rotated_forward")
+USUAL = ("nvfp4", "fp8_row")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Recipes against the papers' tables, and names resolved to policies: stages, descriptions, rules, switches."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lowbit.configs.schema import (
     PrecisionRule,
     PrecisionSwitch,
     ProductConfig,
+    RunConfig,
     SignsKind,
 )
 from lowbit.configs.validate import validate
@@ -85,10 +87,15 @@ def test_published_roundings() -> None:
     assert SPECS["NVFP4_POW2_EDEN"].rounding is Rounding.MS_EDEN
 
 
+@cache
+def composed(*overrides: str) -> RunConfig:
+    return compose(list(overrides))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_recipe_is_a_choice_of_the_group(name: str) -> None:
     """`precision=NAME` trains in NAME, samples in its forward, and trains RL on that with a BF16 backward."""
-    config = compose([f"precision={name}"])
+    config = composed(f"precision={name}")
     validate(config)
     assert config.precision.name == name
     policy = resolve(config.precision)
@@ -260,7 +267,7 @@ def test_the_default_runs() -> None:
 
 def test_the_policy_as_plain_values_tells_precisions_apart() -> None:
     def plain(*overrides: str) -> dict[str, Any]:
-        return resolve(compose(list(overrides)).precision).as_dict()
+        return resolve(composed(*overrides).precision).as_dict()
 
     found = [plain(f"precision={name}") for name in PRESETS]
     found.append(plain("precision=nvfp4", "precision.sampler=bf16"))

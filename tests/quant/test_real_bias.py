@@ -63,7 +63,7 @@ def slope(tensors: Iterable[Tensor], spec: QuantSpec, draws: int) -> tuple[float
 @pytest.mark.parametrize("role", ROLES)
 def test_ours_is_unbiased_on_real_operands(role: str) -> None:
     for spec in (S.NVFP4_POW2_EDEN, S.NVFP4_POW2_SR):
-        bias, deviation = slope(operands(role), spec, 2)
+        bias, deviation = slope(operands(role), spec, 1)
         assert abs(bias) < 4.5 * deviation and deviation < 3e-4, f"{spec.name} {bias:+.1e} +- {deviation:.1e}"
 
 
@@ -106,7 +106,6 @@ def test_one_scale_for_a_tensor_loses_small_tokens_and_one_for_128_does_not() ->
 
 # The gradient of a weight, averaged -----------------------------------------------------------------------------
 
-DRAWS = 4096
 UNBIASED_SR = product(S.NVFP4_POW2_SR, S.NVFP4_POW2_SR, 16)
 FORWARD = product(S.NVFP4_POW2_46, S.NVFP4_POW2_46)
 OURS = {
@@ -117,7 +116,7 @@ OURS = {
 THEIRS = {name: PRESETS[name] for name in ("nvfp4_tetrajet", "nvfp4_quartet2", "nvfp4_nvidia")}
 
 
-def averages(policy: LinearPolicy) -> tuple[dict[int, float], float]:
+def averages(policy: LinearPolicy, draws: int = 4096) -> tuple[dict[int, float], float]:
     """Of a layer's dW over n draws: n times the error energy over that of one, by n; and the slope - 1 at the end.
 
     Against dY^T Q(X) where the policy is aligned, dY^T X where it is not.
@@ -132,28 +131,31 @@ def averages(policy: LinearPolicy) -> tuple[dict[int, float], float]:
         seen = q.operand().double() * (1.0 if after is None else after.double())
     want = dy.double().t() @ seen
     total, one, energy = torch.zeros_like(want), 0.0, {}
-    for n in range(1, DRAWS + 1):
+    for n in range(1, draws + 1):
         (y,) = linear_products(x, [weight], [make_key(1, "layer")], make_clock(n), policy)
         (dw,) = torch.autograd.grad(y, weight, dy)
         total += dw
         one += float((dw - want).square().sum()) if n <= 256 else 0.0
-        if n in (256, 1024, DRAWS):
+        if n in (256, 1024, 4096):
             energy[n] = n * float((total / n - want).square().sum()) / (one / 256)
-    return energy, float((total / DRAWS * want).sum() / want.square().sum()) - 1
+    return energy, float((total / draws * want).sum() / want.square().sum()) - 1
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [pytest.param(p, id=n, marks=() if n == "aligned" else pytest.mark.exhaustive) for n, p in OURS.items()],
+    ("policy", "draws"),
+    [
+        pytest.param(OURS["aligned"], 1024, id="aligned"),
+        *(pytest.param(p, 4096, id=f"{n}-long", marks=pytest.mark.exhaustive) for n, p in OURS.items()),
+    ],
 )
-def test_the_mean_of_4096_gradients_has_a_4096th_of_the_error(policy: LinearPolicy) -> None:
+def test_the_mean_of_n_gradients_has_an_nth_of_the_error(policy: LinearPolicy, draws: int) -> None:
     """The error falls as 1 / sqrt(n) to the end, which it would not if the two operands' noise were the same.
 
     A few tokens have most of the gradient, so that ratios scatter by a third, and slopes by 3e-4.
     """
-    energy, bias = averages(policy)
+    energy, bias = averages(policy, draws)
     print(energy, f"slope - 1 {bias:+.1e}")
-    assert all(0.5 < ratio < 2.0 for ratio in energy.values()), energy
+    assert len(energy) > 1 and all(0.5 < ratio < 2.0 for ratio in energy.values()), energy
     assert abs(bias) < 1.5e-3
 
 
@@ -169,4 +171,4 @@ def test_published_recipes_stop_converging(recipe: str, least: float, steepest: 
     """
     energy, bias = averages(THEIRS[recipe])
     print(energy, f"slope - 1 {bias:+.1e}")
-    assert energy[DRAWS] > least and bias < steepest
+    assert energy[4096] > least and bias < steepest
