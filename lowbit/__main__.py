@@ -1,6 +1,24 @@
-"""`python -m lowbit` is the `lowbit` command."""
+"""`python -m lowbit`, and the `lowbit` command: signals are taken over before anything that takes time is imported."""
 
-from lowbit.cli.main import main
+import sys
+
+from lowbit.cli.signals import EndingSignals
+from lowbit.errors import EXIT_INTERRUPTED
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    signals = EndingSignals()
+    try:
+        signals.watch()
+        from lowbit.cli.main import main as command_line
+
+        command_line(signals)
+    except KeyboardInterrupt:
+        signals.finish()
+        print("lowbit: error: interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+
 
 if __name__ == "__main__":
     main()

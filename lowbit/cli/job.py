@@ -303,6 +303,8 @@ def _under_hydra(job: Callable[[Any], None], arguments: Sequence[str], task: Tas
     """Run `job` through `hydra.main` as if `arguments` had been given to a script of its own."""
     import hydra
 
+    from lowbit.data.storage import DISK_FULL
+
     name = task.command.name
     with _as_script([name, *arguments]):
         try:
@@ -312,7 +314,8 @@ def _under_hydra(job: Callable[[Any], None], arguments: Sequence[str], task: Tas
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""  # a full disk shows in a write, which has no name
             what = f"{where}the run's folder cannot be written ({error.strerror or error})"
-            raise LowbitError(f"{what}: free some space, or choose another place with hydra.run.dir") from error
+            do = "free some space, or choose" if error.errno in DISK_FULL else "choose"
+            raise LowbitError(f"{what}: {do} another place with run_name or hydra.run.dir") from error
 
 
 @contextmanager

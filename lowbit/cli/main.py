@@ -65,12 +65,13 @@ def build_app() -> typer.Typer:
     return app
 
 
-def main() -> None:
-    """Entry point of the console script: run the command line and leave with its exit code."""
+def main(signals: EndingSignals | None = None) -> None:
+    """Run the command line and leave with its exit code. `signals`: those that somebody watches already."""
     if complete.answer_bash(os.environ):
         return
-    signals = EndingSignals()
-    signals.watch()
+    if signals is None:
+        signals = EndingSignals()
+        signals.watch()
     sys.exit(run(sys.argv[1:], signals))
 
 

@@ -63,7 +63,7 @@ def read_dataset(config: SourceConfig) -> Iterator[str]:
             for text in batch[config.text_field]:
                 if text is not None and not isinstance(text, str):
                     raise DataError(
-                        f"data set {config.path!r} row {row}: field {config.text_field!r} holds a "
+                        f"data set {config.path!r} row {row}: field {config.text_field!r} holds "
                         f"{type(text).__name__}, not text; set text_field"
                     )
                 row += 1

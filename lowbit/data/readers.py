@@ -121,7 +121,7 @@ def _field(row: dict[str, Any], text_field: str, where: str) -> Iterator[str]:
     if text is None or text == "":
         return
     if not isinstance(text, str):
-        raise DataError(f"{where}: field {text_field!r} holds a {type(text).__name__}, not text; set text_field")
+        raise DataError(f"{where}: field {text_field!r} holds {type(text).__name__}, not text; set text_field")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

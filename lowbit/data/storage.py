@@ -51,6 +51,8 @@ def atomic_write(path: Path, pieces: Iterable[bytes | memoryview], needed: int |
 
 def write_error(path: Path, error: OSError, needed: int = 0) -> DataError:
     """The message for a file that could not be written."""
+    if error.errno == errno.EFBIG:
+        return DataError(f"cannot write {path}: no file may be so large here; raise the limit (ulimit -f)")
     if error.errno not in DISK_FULL:
         return DataError(f"cannot write {path}: {error.strerror or error}; choose another place with data.cache_dir")
     try:

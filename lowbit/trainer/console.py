@@ -8,6 +8,7 @@ instead. Only rank 0 opens one: with `enabled=False` it does nothing.
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -68,7 +69,7 @@ class Console:
     ) -> None:
         self._enabled = enabled
         self._every = every_seconds
-        self._rich = rich.console.Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._rich = _Terminal(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._logger = logging.getLogger("lowbit")
         self._level = self._logger.level
         self._handlers: list[logging.Handler] = []
@@ -171,6 +172,17 @@ class Console:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Terminal(rich.console.Console):
+    """Falls silent when its reader goes away (`lowbit pretrain ... | head`); the library would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """The run goes on; what it has to say is in run.log."""
+        self.quiet = True
+        with suppress(OSError, ValueError):  # ValueError: not a file of the system's
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        logging.getLogger("lowbit").warning("nobody reads this run's output any more: it goes on, run.log has the rest")
 
 
 class _Screen(logging.Handler):

@@ -20,11 +20,14 @@ SHOWN = 6
 ABSENT = object()
 
 
-def check_same(saved: Mapping[str, Any], expected: Mapping[str, Any], allow: Collection[str] = ()) -> None:
+def check_same(
+    saved: Mapping[str, Any], expected: Mapping[str, Any], allow: Collection[str] = (), loads: bool = True
+) -> None:
     """Compare the identities of a checkpoint and of the run that wants to resume from it.
 
     Both map the kinds `tokenizer` (its digest), `data` (its description) and `model` (its configuration) to plain
-    values or nested dictionaries.
+    values or nested dictionaries. `loads`: the checkpoint's weights have the run's names and shapes; where they have
+    not, no override helps and none is offered.
 
     Raises:
         CheckpointError: they differ in a kind that is not in `allow`; lists the differing fields and the override.
@@ -35,9 +38,12 @@ def check_same(saved: Mapping[str, Any], expected: Mapping[str, Any], allow: Col
     kinds = [kind for kind, fields in found.items() if fields]
     if not kinds:
         return
+    what = f"the checkpoint belongs to another run: {shorten([line for kind in kinds for line in found[kind]])}"
+    if not loads:
+        raise CheckpointError(f"{what}. Its weights have other shapes: start anew, under another run_name")
     raise CheckpointError(
-        f"the checkpoint belongs to another run: {shorten([line for kind in kinds for line in found[kind]])}. To go on "
-        f"with the difference: 'resume_allow=[{','.join([*allow, *kinds])}]'; to start anew: another run_name"
+        f"{what}. To go on with the difference: 'resume_allow=[{','.join([*allow, *kinds])}]'; to start anew: another "
+        "run_name"
     )
 
 

@@ -148,7 +148,10 @@ class Optimizer:
         own = self.state_tensors()
         for name in sorted(own.keys() ^ tensors.keys()):
             what = "missing in the checkpoint" if name in own else "unknown to this run"
-            raise CheckpointError(f"optimizer state {name} is {what}: was it saved with another model or optim.kind?")
+            raise CheckpointError(
+                f"optimizer state {name} is {what}: go on with the optim settings of the run that "
+                "saved it (its config.yaml), or start anew under another run_name"
+            )
         for name, tensor in own.items():
             saved = tensors[name]
             if saved.shape != tensor.shape or saved.dtype != tensor.dtype:

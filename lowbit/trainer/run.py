@@ -342,13 +342,22 @@ class Pretraining:
     def _snapshot(self) -> Snapshot | None:
         """The checkpoint that `resume` names, on rank 0; on the others without its tensors. None for a fresh start."""
         snapshot = self.ranks.first_does(lambda: open_snapshot(self.config.resume, self.store))
-        mine = [snapshot.step, snapshot.meta, snapshot.ema is not None] if snapshot is not None else None
+        mine = None
+        if snapshot is not None:
+            mine = [snapshot.step, snapshot.meta, snapshot.ema is not None, self._loads(snapshot)]
         notes: list[Any] | None = self.ranks.share(mine)
         if notes is None:
             return None
-        step, meta, averaged = notes
-        check_same(meta["identity"], self._identity(), self.config.resume_allow)
+        step, meta, averaged, loads = notes
+        check_same(meta["identity"], self._identity(), self.config.resume_allow, loads)
         return snapshot or Snapshot(step, {}, {}, {} if averaged else None, meta)
+
+    def _loads(self, snapshot: Snapshot) -> bool:
+        """Whether a checkpoint's weights have the names and shapes of this run's."""
+        with torch.device("meta"):
+            model = Transformer(self.config.model, self.data.tokenizer.vocab_size, self.dtype)
+        wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+        return all(name in snapshot.model and snapshot.model[name].shape == shape for name, shape in wanted.items())
 
     def _resume(self, snapshot: Snapshot | None) -> Position:
         """Take over a checkpoint's tensors, and return the position that they, or fresh weights, belong to."""

@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error!r}") from None
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {_why(error)}") from None
     return manifest
 
 
@@ -158,7 +158,12 @@ def read_snapshot(folder: Path, weights_only: bool = False) -> Snapshot:
             parts.get("exchange"),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error!r}") from None
+        raise CheckpointError(f"{folder} cannot be read: {_why(error)}") from None
+
+
+def _why(error: Exception) -> str:
+    """In words what Python has a class for."""
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:

@@ -28,7 +28,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_before_training_begins(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_PACKING], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -40,6 +40,32 @@ def test_before_training_begins(tmp_path: Path, number: signal.Signals) -> None:
     _, err = process.communicate(timeout=280)
     assert process.returncode == 130
     assert err == "lowbit: error: interrupted\n"
+
+
+SLOW_IMPORT = """
+import sys, time
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "lowbit.cli.main":
+            print("importing", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+from lowbit.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_while_the_command_is_imported(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_IMPORT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (130, "lowbit: error: interrupted\n")
 
 
 def test_ctrl_c_reaches_packing_processes_too(tmp_path: Path) -> None:

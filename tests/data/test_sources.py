@@ -152,7 +152,7 @@ def test_missing_field_suggests_the_nearest(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", {"body": ["a"], "id": [1]})
     with pytest.raises(DataError, match=r"a\.parquet has no field 'text'; there is 'body', 'id'"):
         read(tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="row 0: field 'id' holds a int"):
+    with pytest.raises(DataError, match="row 0: field 'id' holds int"):
         read(tmp_path / "a.parquet", text_field="id")
 
 
@@ -161,7 +161,7 @@ def test_missing_field_suggests_the_nearest(tmp_path: Path) -> None:
     [
         (b"{not json}", "line 2 is not JSON"),
         (b"[1, 2]", "line 2 is a JSON list"),
-        (b'{"text": 5}', "line 2: field 'text' holds a int"),
+        (b'{"text": 5}', "line 2: field 'text' holds int"),
         (b'{"text": "\\ud800"}', "line 2: character 0 .* surrogate"),
     ],
 )
@@ -213,7 +213,7 @@ def test_datasets_library_folder(hub: Path) -> None:
         read_hub(hub, text_field="txt")
     with pytest.raises(DataError, match="no split 'tran'; did you mean 'train'"):
         read_hub(hub, split="tran")
-    with pytest.raises(DataError, match="field 'n' holds a int"):
+    with pytest.raises(DataError, match="field 'n' holds int"):
         read_hub(hub, text_field="n")
     broken = hub.parent / "broken"
     broken.mkdir()

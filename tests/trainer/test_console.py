@@ -71,6 +71,18 @@ def test_with_hydra_s_handlers_nothing_is_shown_or_written_twice(tmp_path: Path)
     assert written.count("once") == 1 and written.count("step 10") == 1
 
 
+def test_a_reader_that_goes_away_ends_the_output_and_not_the_run(tmp_path: Path) -> None:
+    """`lowbit pretrain ... | head`: run.log has every step, and says what happened once."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", buffering=1) as stream, Console(tmp_path, stream=stream) as console:
+        for step in range(3):
+            console.step({"step": step, "tokens_per_second": 1.0}, step / 3)
+    log = (tmp_path / "run.log").read_text()
+    assert [f"step {step} " in log for step in range(3)] == [True] * 3
+    assert log.count("nobody reads") == 1
+
+
 def test_other_ranks_are_silent(tmp_path: Path) -> None:
     screen = io.StringIO()
     with Console(tmp_path, enabled=False, stream=screen) as console:

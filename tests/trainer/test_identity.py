@@ -21,6 +21,14 @@ def test_the_same() -> None:
     check_same(_identity(), _identity(model=asdict(replace(MODEL, name="renamed"))))
 
 
+def test_no_override_is_offered_that_cannot_work() -> None:
+    other = _identity(model=asdict(replace(MODEL, layers=6)))
+    with pytest.raises(CheckpointError, match=r"layers: 4 in .*another run_name$") as caught:
+        check_same(_identity(), other, loads=False)
+    assert "resume_allow" not in str(caught.value)
+    check_same(_identity(), other, ["model"], loads=False)
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "shown"),
     [
