@@ -9,6 +9,7 @@ Presets come last in the defaults list and may override other groups; what the u
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from lowbit.configs.overrides import COMMANDS, PRETRAIN, Command, Config, check, with_own_limits
@@ -20,8 +21,9 @@ from lowbit.errors import ConfigError
 CONFIG_MODULE = "lowbit.configs"
 
 
+@cache
 def register_schema() -> None:
-    """Hand Hydra the base of the defaults list: every key with its default; data sources come from their group."""
+    """Hand Hydra the base of the defaults list: every key with its default; sources come from their group. Once."""
     from hydra.core.config_store import ConfigStore
 
     for command in COMMANDS:

@@ -1,11 +1,10 @@
 """`-m` of the stages' commands and of the pipeline: a failed job is named, the others finish and are compared."""
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import pytest
 import yaml
 from processes import Ended, lowbit
@@ -17,7 +16,7 @@ STUB = Path(__file__).parent / "stub_stages.py"
 
 
 def stubbed(arguments: list[str], cwd: Path) -> Ended:
-    done = subprocess.run([sys.executable, str(STUB), *arguments], cwd=cwd, capture_output=True, text=True, timeout=280)
+    done = forked.run([str(STUB), *arguments], cwd)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

@@ -5,6 +5,7 @@ Oracles: OmegaConf's own structured merge for what a tree of values means; Hydra
 
 import dataclasses
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def test_the_default_is_the_cpu_preset() -> None:
     assert config.model.name == "tiny" and list(config.data.sources) == ["python_docs"]
 
 
+@cache
+def composed(*overrides: str) -> RunConfig:
+    """Of what several tests only read."""
+    return compose(list(overrides))
+
+
 @pytest.mark.parametrize(("group", "choice"), [(g, c) for g, choices in groups().items() for c in choices])
 def test_every_preset_is_a_run(group: str, choice: str, tmp_path: Path) -> None:
     overrides = [f"{group}={choice}"]
@@ -55,7 +62,7 @@ def test_every_preset_is_a_run(group: str, choice: str, tmp_path: Path) -> None:
         overrides.append(f"data.sources.{choice}.path={tmp_path}")
     if group == "comm" and choice != "none":  # one process has nobody to send gradients to
         overrides.append("engine=deepspeed")
-    validate(compose(overrides))
+    validate(composed(*overrides))
 
 
 def test_groups_are_those_the_design_names() -> None:
@@ -116,7 +123,7 @@ def test_a_limit_that_the_user_sets_replaces_those_of_the_preset() -> None:
 @pytest.mark.parametrize("preset", sorted(groups()["preset"]))
 def test_a_preset_leaves_the_shape_to_the_model(preset: str) -> None:
     for name in groups()["model"]:
-        assert compose([f"preset={preset}", f"model={name}"]).model == compose([f"model={name}"]).model
+        assert compose([f"preset={preset}", f"model={name}"]).model == composed(f"model={name}").model
 
 
 def test_what_the_user_writes_wins_over_a_preset_and_a_preset_over_groups() -> None:

@@ -98,7 +98,7 @@ def overrides(draw: st.DrawFn) -> dict[str, Any]:
     return chosen
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(overrides())
 def test_what_is_written_is_what_is_stored(given_: dict[str, Any]) -> None:
     config = compose([f"{key}={show(plain(value))}" for key, value in given_.items()])
