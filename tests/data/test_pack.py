@@ -89,7 +89,7 @@ def test_a_touched_source_gives_the_same_content(corpus: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("parts", "workers"),
-    [(1, 1), (9, 2), *(pytest.param(*both, marks=pytest.mark.exhaustive) for both in [(1, 2), (9, 1)])],
+    [(9, 2), *(pytest.param(*both, marks=pytest.mark.exhaustive) for both in [(1, 1), (1, 2), (9, 1)])],
 )
 def test_killed_and_started_again(corpus: Path, tmp_path: Path, workers: int, parts: int) -> None:
     reference = contents(pack_corpus(config_for(corpus, tmp_path / "reference")).folder)
@@ -184,7 +184,7 @@ def test_file_size_limit(corpus: Path, tmp_path: Path, workers: int) -> None:
 
     process = start(corpus, tmp_path / "cache", workers, preexec_fn=limit)
     output, _ = process.communicate(timeout=280)
-    assert process.returncode == 1 and "DataError: disk full while writing" in output, output
+    assert process.returncode == 1 and "DataError: cannot write" in output and "ulimit -f" in output, output
     assert "Traceback" not in output
     assert not list((tmp_path / "cache").glob("packed/*/.*")) and not list((tmp_path / "cache").rglob(MANIFEST))
 

@@ -216,7 +216,7 @@ def test_bad_resumes(tiny_run: RunConfig, tmp_path: Path) -> None:
     pretrain(tiny_run, run_dir)
     longer = replace(tiny_run, max_steps=8)
     wider = replace(longer, model=replace(longer.model, mlp_width=64))
-    with pytest.raises(CheckpointError, match="mlp_width.* other shapes: start anew"):
+    with pytest.raises(CheckpointError, match=r"mlp_width.* other shapes: start anew"):
         pretrain(wider, run_dir)
     with pytest.raises(CheckpointError, match=r"theta.*resume_allow=\[model\]"):
         pretrain(replace(longer, model=replace(longer.model, rope=replace(longer.model.rope, theta=5e5))), run_dir)
