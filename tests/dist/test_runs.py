@@ -284,16 +284,19 @@ def start_own_ranks(folder: Path, *more: str) -> subprocess.CompletedProcess[str
     return forked.run([*OWN_RANKS, *more], folder)
 
 
-def test_a_sweep_starts_ranks_for_each_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seeds", [[1], pytest.param([1, 2], marks=pytest.mark.exhaustive)], ids=str)
+def test_a_sweep_starts_ranks_for_each_job(tmp_path: Path, seeds: list[int]) -> None:
     """`engine.processes=2 -m`: a torchrun a job, each in its own folder; what two ranks cannot share is refused."""
     tiny_runs.make_corpus(tmp_path / "corpus")
-    swept = start_own_ranks(tmp_path, "seed=1,2", "hydra.sweep.dir=swept", "-m")
+    swept = start_own_ranks(tmp_path, f"seed={','.join(map(str, seeds))}", "hydra.sweep.dir=swept", "-m")
     assert swept.returncode == 0, swept.stderr[-3000:]
-    for job in ("0", "1"):
+    folders = {path.name for path in (tmp_path / "swept").iterdir() if path.is_dir()}
+    assert folders == {str(job) for job in range(len(seeds))}
+    for job in map(str, range(len(seeds))):
         assert tiny_runs.rows(tmp_path / "swept" / job)[-1]["step"] == 2
         assert "2 ranks" in (tmp_path / "swept" / job / "run.log").read_text()
-    first, second = (tiny_runs.rows(tmp_path / "swept" / job)[0]["loss"] for job in "01")
-    assert first != second and "seed" in swept.stdout
+    losses = {tiny_runs.rows(tmp_path / "swept" / str(job))[0]["loss"] for job in range(len(seeds))}
+    assert len(losses) == len(seeds) and "seed" in swept.stdout
     uneven = start_own_ranks(tmp_path, "batch.micro_batch=8", "run_name=uneven")
     assert uneven.returncode == 2 and "2 processes cannot share a step" in uneven.stderr
     assert not (tmp_path / "runs").exists()

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_estimators import DRAWS, TEACHERS, UNBIASED, VOCAB, dense, draw
+from test_estimators import CASES, DRAWS, TEACHERS, UNBIASED, VOCAB, dense, draw
 from torch import Tensor
 
 from lowbit.configs.schema_distill import Estimator
@@ -145,8 +145,7 @@ def decoded(estimator: Estimator, kept: Kept, k: int, entropy: float = 1.0) -> D
     return decode(layout, words.to(torch.int32), torch.zeros(1, dtype=torch.int64), rows)
 
 
-@pytest.mark.parametrize("k", [4, 16])
-@pytest.mark.parametrize("teacher", TEACHERS)
+@pytest.mark.parametrize(("teacher", "k"), CASES)
 @pytest.mark.parametrize("estimator", UNBIASED)
 def test_stored_targets_are_unbiased(estimator: Estimator, teacher: str, k: int) -> None:
     """Sampling and rounding together: the mean of what a student sees is the teacher, within five standard errors."""

@@ -17,6 +17,8 @@ from lowbit.errors import ConfigError
 VOCAB, COLUMNS = 90, 100
 DRAWS = 15_000
 UNBIASED = (Estimator.varopt, Estimator.gumbel, Estimator.multinomial)
+USUAL = [("flat", 4), ("zipf", 16), ("peaked", 4), ("twins", 16)]
+"""Shapes of teachers and numbers of targets; `make exhaustive` crosses them."""
 
 
 def zipf(exponent: float, size: int = VOCAB) -> NDArray[np.float64]:
@@ -36,6 +38,11 @@ def teachers() -> dict[str, NDArray[np.float64]]:
 
 
 TEACHERS = teachers()
+CASES = [
+    pytest.param(name, k, marks=() if (name, k) in USUAL else pytest.mark.exhaustive)
+    for name in TEACHERS
+    for k in (4, 16)
+]
 
 
 def logits_of(p: NDArray[np.float64], rows: int) -> Tensor:
@@ -100,8 +107,7 @@ VARIANCE: dict[Estimator, Callable[[NDArray[np.float64], int], NDArray[np.float6
 }
 
 
-@pytest.mark.parametrize("k", [4, 16])
-@pytest.mark.parametrize("teacher", TEACHERS)
+@pytest.mark.parametrize(("teacher", "k"), CASES)
 @pytest.mark.parametrize("estimator", UNBIASED)
 def test_expectation_and_variance(estimator: Estimator, teacher: str, k: int) -> None:
     p = TEACHERS[teacher]

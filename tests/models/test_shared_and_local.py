@@ -133,7 +133,9 @@ def test_costs() -> None:
     assert attention_flops_per_token(local, 8) == attention_flops_per_token(CONFIG, 8)
 
 
-@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize(
+    "recompute", [pytest.param(r, marks=[pytest.mark.exhaustive] if r is not Recompute.full else []) for r in Recompute]
+)
 def test_gradients_and_graphs(recompute: Recompute) -> None:
     """Compiled and recomputed blocks give the plain gradients; layers of one kind share a graph."""
     from torch._dynamo.testing import CompileCounterWithBackend

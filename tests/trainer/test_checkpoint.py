@@ -4,8 +4,6 @@ import json
 import random
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -277,8 +275,10 @@ assert store.load().step == 3
 @pytest.mark.parametrize("background", [False, True])
 def test_a_write_that_the_system_refuses(tmp_path: Path, background: bool) -> None:
     """A real refusal in the middle of a file (a file-size limit): one error, nothing left, the old one readable."""
-    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(background)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    script, folder = tmp_path / "limited.py", tmp_path / "checkpoints"
+    script.write_text(LIMITED)
+    folder.mkdir()
+    result = forked.run([str(script), str(folder), str(background)], tmp_path)
     assert result.returncode == 0, result.stderr
     assert "step 2 could not be written" in result.stdout and "4.0 MiB" in result.stdout
     assert len(result.stdout.strip().splitlines()) == 1
