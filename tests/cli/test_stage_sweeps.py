@@ -87,8 +87,8 @@ def test_a_job_that_was_killed_is_named(
     assert record.exc_info and record.exc_info[1] is not None and "of many lines" in str(record.exc_info[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", pytest.param("submitit_local", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_launchers_that_start_processes(launcher: str, tmp_path: Path) -> None:
     """Where the extra is installed: real runs in its processes, which pack their documents in more of them."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")

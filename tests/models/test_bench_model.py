@@ -9,7 +9,7 @@ from bench_model import attention_cases, experts_cases, main, random_documents, 
 from lowbit.models.cost import flops_per_token, parameter_parts
 
 
-@pytest.mark.parametrize("what", ["attention", "experts"])
+@pytest.mark.parametrize("what", [pytest.param("attention", marks=pytest.mark.exhaustive), "experts"])
 def test_it_runs(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = main([what, "--small", "--steps", "1", "--out", str(tmp_path / "out.json")])
     assert (tmp_path / "out.json").is_file() and len(capsys.readouterr().out.splitlines()) == len(rows)

@@ -56,6 +56,7 @@ def test_every_kind_of_spec_traces_without_a_break(spec: QuantSpec) -> None:
     check(spec, "eager", dtypes=(torch.float32,))
 
 
+@pytest.mark.exhaustive
 def test_inductor_gives_eagers_bits() -> None:
     """Fake quantisation from FP32, where Inductor likes to drop the rounding to BF16; a width no block divides."""
     torch.compiler.reset()
