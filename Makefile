@@ -16,12 +16,12 @@ setup-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[plot]'
+	$(BIN)/python -m pip install --quiet --editable '.[plot]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 lint:
