@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Packages are compiled when they are first imported, not at installation: a minute less. Where the environment forbids
+# writing that down (common in containers), every start would compile them again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: run test setup setup-dev lint types unit exhaustive golden clean
 
 run: setup
@@ -16,12 +20,12 @@ setup-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[plot]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[plot]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 lint:

@@ -60,7 +60,9 @@ def same(a: Path, b: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.exhaustive), 1, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.exhaustive), 1, pytest.param(3, marks=pytest.mark.exhaustive)]
+)
 def test_a_resume_inside_a_window_changes_nothing(tmp_path: Path, stage: int, backend: str) -> None:
     """Stopped after step 5 of 8, when a window is open (steps 4 to 7) and inputs are being measured (4 and 5)."""
     planned = []

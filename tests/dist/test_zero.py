@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import worker
+from nearness import assert_near
 from ranks import run_cases
 from safetensors.torch import load_file
 
@@ -25,17 +26,13 @@ def usable(backend: str, world: int) -> None:
         pytest.skip(f"needs {world} GPUs")
 
 
-def close(case: dict[str, Any], folder: Path, rows: list[Any], expected: dict[str, torch.Tensor]) -> None:
+def close(case: dict[str, Any], folder: Path, rows: list[Any], expected: dict[str, torch.Tensor], backend: str) -> None:
     """A case's results agree with the oracle's."""
     name = case["name"]
     found = json.loads((folder / f"{name}.json").read_text())
     saved = load_file(folder / f"{name}.safetensors")
     assert torch.allclose(torch.tensor(found["rows"]), torch.tensor(rows), rtol=1e-5, atol=0), (name, found, rows)
-    assert saved.keys() == expected.keys(), name
-    for key, tensor in expected.items():
-        difference = float((saved[key] - tensor).abs().max())
-        allowed = 2e-6 if key.startswith("model/") else 1e-4 * float(tensor.abs().max())
-        assert difference <= allowed, (name, key, difference)
+    assert_near(saved, expected, backend, weight=2e-6, state=1e-4, what=name)
     if case.get("stage", 0) < 3:
         assert len(set(found["weights"])) == 1, f"{name}: replicas differ"
 
@@ -72,7 +69,7 @@ def test_numbers_of_one_process(world: int, backend: str, tmp_path: Path) -> Non
         key = json.dumps(oracle(case))
         if key not in known:
             known[key] = worker.local(oracle(case), "cuda" if backend == "nccl" else "cpu")
-        close(case, folder, *known[key])
+        close(case, folder, *known[key], backend)
 
 
 def test_the_oracle_learns() -> None:

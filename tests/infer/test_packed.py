@@ -161,8 +161,8 @@ def test_the_kernel_on_a_gpu(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*WEIGHT_ONLY, "fp8_row", "fp8_block"])
-def test_an_engine_that_packs_is_one_that_does_not(name: str) -> None:
-    """Log-probabilities of the same tokens, up to BF16's rounding of sums in another order."""
+def test_an_engine_that_packs_is_one_that_does_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of the same tokens, up to BF16's order of sums; also in formats that do not pay."""
     from sampler_oracle import logprobs_of, model_of
 
     from lowbit.infer.embedded import EmbeddedSampler
@@ -170,6 +170,7 @@ def test_an_engine_that_packs_is_one_that_does_not(name: str) -> None:
     from lowbit.infer.sampling import SamplingConfig
     from lowbit.quant.stages import resolve
 
+    monkeypatch.setattr(packed, "PAYING", (4, 8))
     model = model_of(torch.bfloat16, width=256, heads=4, kv_heads=2, mlp_width=512, init_std=0.05).cuda()
     policy = resolve(PrecisionConfig(sampler=name))
     engine = EmbeddedSampler(model, None, policy, slots=8)

@@ -1,0 +1,32 @@
+"""Whether two trainings that add up the same numbers in another order ended at the same place."""
+
+import torch
+from torch import Tensor
+
+STEP = 1e-3
+"""About what a step of these tests moves a weight by."""
+
+
+def assert_near(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], backend: str, weight: float, state: float, what: object = ""
+) -> None:
+    """The same names, and nearly the same numbers.
+
+    On a CPU (gloo) no weight is off by more than `weight`, no optimizer state by more than `state` of its largest
+    number. On a GPU another number of rows takes another order of sums in every product, and Adam makes a whole step
+    of a gradient that is rounding error, Muon's BF16 products a last bit of it: there the root mean square of a
+    tensor's difference stays under 3% of a step, or of the state's own. A gradient that is summed or weighted wrongly
+    moves both by tens of percent.
+    """
+    assert found.keys() == wanted.keys(), what
+    for key, tensor in wanted.items():
+        difference = (found[key] - tensor).double()
+        is_weight = not key.startswith("optimizer/")  # or its moving average
+        if backend == "nccl":
+            allowed = 0.03 * (STEP if is_weight else float(tensor.double().square().mean().sqrt()))
+            off = float(difference.square().mean().sqrt())
+        else:
+            allowed = weight if is_weight else state * float(tensor.abs().max())
+            off = float(difference.abs().max())
+        assert off <= allowed, (what, key, off, allowed)
+        assert torch.isfinite(difference).all(), (what, key)
