@@ -26,7 +26,7 @@ from lowbit.configs.schema import RunConfig
 from lowbit.configs.stored import to_yaml
 from lowbit.configs.validate import check_world, validate
 from lowbit.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, Interrupted, LowbitError
-from lowbit.trainer.files import OUTCOME
+from lowbit.trainer.files import OUTCOME, RUN_LOG
 
 logger = logging.getLogger("lowbit")
 
@@ -187,7 +187,7 @@ def _ending(
         lines = str(broken).strip().splitlines()
         reason = f"; {type(broken).__name__}: {lines[0]}" if lines else f"; {type(broken).__name__}"
     error = LowbitError(
-        f"{len(failed)} of {len(names)} jobs failed: {', '.join(failed)}{reason}; see {sweep_dir}/*/run.log"
+        f"{len(failed)} of {len(names)} jobs failed: {', '.join(failed)}{reason}; see {sweep_dir}/*/{RUN_LOG}"
     )
     error.__cause__ = broken
     return error

@@ -16,6 +16,7 @@ from lowbit.errors import ConfigError, DataError
 from lowbit.models.hf.config import is_hf_folder
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.engine import wants_compile
+from lowbit.trainer.files import CONFIG
 from lowbit.trainer.hardware import device_name
 from lowbit.trainer.loaded import load_run
 
@@ -77,7 +78,7 @@ def open_teacher(config: TeacherConfig, engine: EngineConfig, device: torch.devi
     Raises: ConfigError when there is none at the path, CheckpointError when its checkpoint cannot be read.
     """
     path = Path(config.path).expanduser()
-    if not ((path / "config.yaml").is_file() or is_hf_folder(path)):
+    if not ((path / CONFIG).is_file() or is_hf_folder(path)):
         what = "it is neither the folder of a run nor of a Hugging Face model" if path.is_dir() else "no such folder"
         raise ConfigError(f"teacher.path={config.path}: {what}; give one, for example runs/pretrain")
     run = load_run(path, config.checkpoint, str(device), precision=config.precision)

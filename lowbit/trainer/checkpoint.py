@@ -193,14 +193,24 @@ class CheckpointStore:
         """
         if which == "latest":
             return self._load_newest(weights_only)
+        path = self.find(which)
+        if _is_checkpoint(path):
+            return read_snapshot(path, weights_only)
+        return CheckpointStore(path, self._config, self._report).load("latest", weights_only=weights_only)
+
+    def find(self, which: str | Path) -> Path:
+        """The folder of the checkpoint, or of the checkpoints, that a name or path means (see `load`).
+
+        Raises CheckpointError: it means none.
+        """
         path = Path(which)
         if not path.exists() and path.name == str(which) and (self.folder / which).is_dir():
             path = self.folder / which
-        if (path / MANIFEST).exists() or path.name.startswith("step_"):
-            return read_snapshot(path, weights_only)
+        if _is_checkpoint(path):
+            return path
         for folder in (path / "checkpoints", path):
             if any(folder.glob("step_*")):
-                return CheckpointStore(folder, self._config, self._report).load("latest", weights_only=weights_only)
+                return folder
         raise CheckpointError(f"{path} is neither a checkpoint nor a folder with checkpoints")
 
     def _load_newest(self, weights_only: bool) -> Snapshot:
@@ -217,6 +227,11 @@ class CheckpointStore:
         if paths:
             raise CheckpointError(_all_damaged(self.folder, paths))
         raise CheckpointError(f"{self.folder} holds no checkpoint")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or would be by its name."""
+    return (path / MANIFEST).exists() or path.name.startswith("step_")
 
 
 def _intact(path: Path) -> Manifest | None:

@@ -20,6 +20,8 @@ from typing import Any, Self, TextIO
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from lowbit.trainer.files import RUN_LOG
+
 LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 """Hydra's own, so that a log written by either reads the same."""
 STEP_RECORD = "lowbit_step"
@@ -86,9 +88,9 @@ class Console:
             if type(handler) is logging.StreamHandler:
                 handler.addFilter(_not_ours)
                 self._muted.append(handler)
-        if run_dir is not None and not any(_writes(handler, run_dir / "run.log") for handler in self._others()):
+        if run_dir is not None and not any(_writes(handler, run_dir / RUN_LOG) for handler in self._others()):
             run_dir.mkdir(parents=True, exist_ok=True)
-            file = RunLog(run_dir / "run.log", encoding="utf-8")
+            file = RunLog(run_dir / RUN_LOG, encoding="utf-8")
             file.setFormatter(logging.Formatter(LOG_FORMAT))
             self._handlers.append(file)
         self._handlers.append(_Screen(self))

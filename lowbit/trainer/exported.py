@@ -24,6 +24,7 @@ from lowbit.models.hf.parity import compare
 from lowbit.models.hf.save import SHARD_BYTES, save_model
 from lowbit.quant.export import WeightEncoder, WeightFormat
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
+from lowbit.trainer.files import CONFIG
 from lowbit.trainer.imported import config_of, require_vocabulary, tokenizer_of
 from lowbit.trainer.lora import plain_weights
 
@@ -60,9 +61,9 @@ def open_weights(path: Path, checkpoint: str = "latest", *, averaged: bool = Fal
         require_vocabulary(path, config.model, tokenizer)
         shapes = parameter_shapes(config.model, tokenizer.vocab_size)
         return Weights(config, tokenizer, dict(read_weights(path, shapes)), 0, _side_files(path))
-    if not (path / "config.yaml").is_file():
+    if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} is neither the folder of a run nor of a Hugging Face model")
-    config = load_config(path / "config.yaml")
+    config = load_config(path / CONFIG)
     store = CheckpointStore(path / "checkpoints", config.checkpoint, logger.warning)
     snapshot = store.load(checkpoint, weights_only=True)
     if averaged and snapshot.ema is None:
@@ -132,7 +133,7 @@ def import_folder(folder: Path, run_dir: Path) -> RunConfig:
     store = CheckpointStore(run_dir / "checkpoints", weights.config.checkpoint, logger.warning)
     store.save(Snapshot(0, dict(weights.tensors), {}, meta=meta))
     store.wait()
-    save_config(with_absolute_paths(weights.config), run_dir / "config.yaml")
+    save_config(with_absolute_paths(weights.config), run_dir / CONFIG)
     return weights.config
 
 

@@ -3,6 +3,10 @@
 This module imports nothing: the command line, which answers before PyTorch is loaded, has them from here too.
 """
 
+CONFIG = "config.yaml"
+"""Everything that was set."""
+RUN_LOG = "run.log"
+"""What the run said."""
 METRICS = "metrics.jsonl"
 """A row of numbers for each logged step."""
 SAMPLES = "samples.jsonl"

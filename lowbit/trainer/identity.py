@@ -32,13 +32,17 @@ def check_same(
     Raises:
         CheckpointError: they differ in a kind that is not in `allow`; lists the differing fields and the override.
     """
-    found = {
-        kind: differences(kind, saved.get(kind), expected.get(kind)) for kind in ResumeDifference if kind not in allow
-    }
-    kinds = [kind for kind, fields in found.items() if fields]
+    found = {kind: differences(kind, saved.get(kind), expected.get(kind)) for kind in ResumeDifference}
+    refuse(found, allow, loads)
+
+
+def refuse(found: Mapping[ResumeDifference, Sequence[str]], allow: Collection[str], loads: bool) -> None:
+    """Raise CheckpointError for differences, by kind, that `allow` does not accept; see `check_same`."""
+    kinds = [kind for kind, fields in found.items() if fields and kind not in allow]
     if not kinds:
         return
-    what = f"the checkpoint belongs to another run: {shorten([line for kind in kinds for line in found[kind]])}"
+    lines = list(dict.fromkeys(line for kind in kinds for line in found[kind]))
+    what = f"the checkpoint belongs to another run: {shorten(lines)}"
     if not loads:
         raise CheckpointError(f"{what}. Its weights have other shapes: start anew, under another run_name")
     raise CheckpointError(

@@ -12,6 +12,7 @@ from lowbit.models.layers import state_buffers, weights_and_state
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore
 from lowbit.trainer.engine import load_tensors
+from lowbit.trainer.files import CONFIG
 from lowbit.trainer.lora import plain_weights
 
 
@@ -53,9 +54,9 @@ def beginning(path: Path) -> tuple[ModelConfig, TokenizerConfig]:
         model = read_config(path).model
         require_vocabulary(path, model, tokenizer_of(path))
         return model, TokenizerConfig(kind=TokenizerKind.file, path=str(path))
-    if not (path / "config.yaml").is_file():
+    if not (path / CONFIG).is_file():
         raise CheckpointError(f"init_from={path} is neither the folder of a run nor of a Hugging Face model")
-    config = load_config(path / "config.yaml")
+    config = load_config(path / CONFIG)
     if config.data.tokenizer.kind is TokenizerKind.bytes:
         return config.model, config.data.tokenizer
     return config.model, TokenizerConfig(kind=TokenizerKind.file, path=str(path / "tokenizer"))
@@ -83,7 +84,7 @@ def begin_from(path: Path, model: Transformer) -> int:
             )
         load_weights(path, begin)
         return 0
-    config = load_config(path / "config.yaml")
+    config = load_config(path / CONFIG)
     snapshot = CheckpointStore(path / "checkpoints", config.checkpoint).load(weights_only=True)
     load_tensors(weights_and_state(model), plain_weights(snapshot))
     return snapshot.step

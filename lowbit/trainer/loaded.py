@@ -1,4 +1,4 @@
-"""What a run starts from, and a run opened for use: its checkpoint, tokenizer, model and data."""
+"""A run opened for use: its checkpoint, tokenizer, model and data."""
 
 import logging
 from collections.abc import Mapping
@@ -16,8 +16,9 @@ from lowbit.errors import CheckpointError
 from lowbit.models.hf.config import is_hf_folder
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
-from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
+from lowbit.trainer.checkpoint import CheckpointStore
 from lowbit.trainer.engine import load_tensors
+from lowbit.trainer.files import CONFIG
 from lowbit.trainer.hardware import compute_dtype, pick_device
 from lowbit.trainer.identity import differences, shorten
 from lowbit.trainer.imported import begin_from, config_of, require_vocabulary, tokenizer_of
@@ -53,9 +54,9 @@ def load_run(
     """
     if is_hf_folder(run_dir):
         return _load_hf(run_dir, device, precision)
-    if not (run_dir / "config.yaml").is_file():
-        raise CheckpointError(f"{run_dir} is not a run's folder: it has no config.yaml")
-    config = load_config(run_dir / "config.yaml")
+    if not (run_dir / CONFIG).is_file():
+        raise CheckpointError(f"{run_dir} is not a run's folder: it has no {CONFIG}")
+    config = load_config(run_dir / CONFIG)
     if precision is not None:
         config = replace(config, precision=precision)
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint, logger.warning)
@@ -82,20 +83,6 @@ def _load_hf(folder: Path, device: str, precision: PrecisionConfig | None) -> Lo
     RunPrecision(config, model)
     begin_from(folder, model)
     return LoadedRun(folder, config, model, tokenizer, 0)
-
-
-def open_snapshot(resume: str, store: CheckpointStore) -> Snapshot | None:
-    """The checkpoint that `resume` (auto, none or a path) names; None for a fresh start."""
-    if resume == "none":
-        if store.list():
-            raise CheckpointError(
-                f"{store.folder} already holds checkpoints and resume=none would mix two runs: "
-                "choose another run_name, or delete the folder"
-            )
-        return None
-    if resume == "auto":
-        return store.load("latest") if store.list() else None
-    return store.load(resume)
 
 
 def shown_path(path: Path) -> str:

@@ -18,7 +18,7 @@ import torch
 
 import lowbit
 from lowbit.configs.paths import with_absolute_paths
-from lowbit.configs.schema import CommKind, EngineKind, RunConfig
+from lowbit.configs.schema import EngineKind, RunConfig
 from lowbit.configs.stored import save_config
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, Loader
@@ -28,14 +28,14 @@ from lowbit.models.cost import flops_per_token
 from lowbit.models.layers import state_buffers
 from lowbit.models.probe import softmax_saturation
 from lowbit.models.transformer import Transformer
+from lowbit.trainer.announce import introduce, keep_sample, sample_text, say_finished, say_result
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
 from lowbit.trainer.console import Console
 from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.ema import Ema
-from lowbit.trainer.ending import keep_sample, sample_text, say_finished, say_result
 from lowbit.trainer.engine import Engine, LocalEngine
 from lowbit.trainer.evaluate import Evaluation, evaluate
-from lowbit.trainer.files import PRECISION
+from lowbit.trainer.files import CONFIG, PRECISION
 from lowbit.trainer.guard import require_finite
 from lowbit.trainer.hardware import (
     MFU_FORMULA,
@@ -50,7 +50,7 @@ from lowbit.trainer.identity import check_same
 from lowbit.trainer.imported import begin_from
 from lowbit.trainer.launch import open_ranks
 from lowbit.trainer.layer_metrics import without_state
-from lowbit.trainer.loaded import build_model, open_snapshot
+from lowbit.trainer.loaded import build_model
 from lowbit.trainer.lock import RunLock
 from lowbit.trainer.loop import Hooks, Position, Trainer
 from lowbit.trainer.memory import explain_out_of_memory, what_to_change
@@ -58,6 +58,7 @@ from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog, NoLog
 from lowbit.trainer.objective import NextToken, Objective
 from lowbit.trainer.precision import RunPrecision, check_precision
+from lowbit.trainer.resume import check_settings, fits, open_snapshot
 from lowbit.trainer.schedule import limits_reached, sequences_at
 from lowbit.trainer.spikes import SpikeScore
 from lowbit.trainer.stabilise import Stabilisers
@@ -219,8 +220,12 @@ class Pretraining:
         logger.info("the run begins with the weights of %s%s", start, f", step {step}" if step else "")
 
     def _prepare_data(self) -> Dataset:
-        """Rank 0 trains the tokenizer and packs; the others then find the files, or make theirs on another machine."""
+        """Rank 0 trains the tokenizer and packs; the others then find the files, or make theirs on another machine.
+
+        A run that may not go on with its settings stops before.
+        """
         config, ranks = self.config.data, self.ranks
+        ranks.first_does(lambda: check_settings(self.config, self.store))
         mine = ranks.first_does(lambda: prepare_data(config, logger.info))
         data = ranks.together(lambda: mine or prepare_data(config, lambda _: None))
         prints = ranks.gather(data.fingerprint)
@@ -244,7 +249,7 @@ class Pretraining:
         return log or NoLog()
 
     def _fill_folder(self, position: Position) -> MetricsLog:
-        save_config(with_absolute_paths(self.config), self.run_dir / "config.yaml")
+        save_config(with_absolute_paths(self.config), self.run_dir / CONFIG)
         self.data.tokenizer.save(self.run_dir / "tokenizer")
         text = json.dumps(self._precision_reports(), indent=1) + "\n"
         (self.run_dir / PRECISION).write_text(text, encoding="utf-8")
@@ -275,17 +280,7 @@ class Pretraining:
     def _introduce(self, peak: float | None) -> None:
         """Say what will run, before it does."""
         assert self.engine is not None
-        rows = self.engine.groups()
-        parameters = sum(row.parameters for row in rows)
-        frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
-        note = f", {parameters / 1e6:.3g} million of them train" if frozen else ""
-        logger.info("model %s: %.1f million parameters%s", self.config.model.name, (parameters + frozen) / 1e6, note)
-        for row in rows:
-            logger.info("  %s", row)
-        if self.ranks.world > 1:
-            engine, comm = self.config.engine, self.config.comm
-            sent = "FP32" if comm.kind is CommKind.none else comm.kind.value
-            logger.info("%d ranks, ZeRO %d, gradients travel as %s", self.ranks.world, engine.zero_stage, sent)
+        introduce(self.config, self.model, self.engine.groups(), self.ranks.world)
         for line in self.precision.lines():
             logger.info("%s", line)
         logger.info("%s", "MFU n/a: the peak of this device is not known" if peak is None else MFU_FORMULA)
@@ -344,20 +339,14 @@ class Pretraining:
         snapshot = self.ranks.first_does(lambda: open_snapshot(self.config.resume, self.store))
         mine = None
         if snapshot is not None:
-            mine = [snapshot.step, snapshot.meta, snapshot.ema is not None, self._loads(snapshot)]
+            loads = fits(snapshot, self.config.model, self.data.tokenizer.vocab_size)
+            mine = [snapshot.step, snapshot.meta, snapshot.ema is not None, loads]
         notes: list[Any] | None = self.ranks.share(mine)
         if notes is None:
             return None
         step, meta, averaged, loads = notes
         check_same(meta["identity"], self._identity(), self.config.resume_allow, loads)
         return snapshot or Snapshot(step, {}, {}, {} if averaged else None, meta)
-
-    def _loads(self, snapshot: Snapshot) -> bool:
-        """Whether a checkpoint's weights have the names and shapes of this run's."""
-        with torch.device("meta"):
-            model = Transformer(self.config.model, self.data.tokenizer.vocab_size, self.dtype)
-        wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
-        return all(name in snapshot.model and snapshot.model[name].shape == shape for name, shape in wanted.items())
 
     def _resume(self, snapshot: Snapshot | None) -> Position:
         """Take over a checkpoint's tensors, and return the position that they, or fresh weights, belong to."""

@@ -25,7 +25,7 @@ from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.stored import flatten, load_config
 from lowbit.errors import ConfigError, LowbitError
-from lowbit.trainer.files import METRICS, OUTCOME, PRECISION, SAMPLES
+from lowbit.trainer.files import CONFIG, METRICS, OUTCOME, PRECISION, SAMPLES
 from lowbit.trainer.jsonl import read_rows
 from lowbit.trainer.lock import held
 from lowbit.trainer.report.columns import Column, Floats, read_columns
@@ -34,7 +34,7 @@ from lowbit.trainer.schedule import progress
 KINDS: tuple[tuple[str, str, type[RunConfig]], ...] = (
     ("rl.yaml", "rl", RlConfig),
     ("distill.yaml", "distill", DistillConfig),
-    ("config.yaml", "pretrain", RunConfig),
+    (CONFIG, "pretrain", RunConfig),
 )
 """Files that say what was set, the command that wrote them, and their class; the first that is there counts."""
 PIPELINE = "pipeline.json"

@@ -1,11 +1,11 @@
-"""What a run says at its end: how good the model is, what it writes, and what to do next."""
+"""What a run says at its beginning (what will run) and at its end: how good the model is, and what to do next."""
 
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lowbit.configs.schema import EvalConfig
+from lowbit.configs.schema import CommKind, EvalConfig, RunConfig
 from lowbit.data.tokenizer import Tokenizer
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.requests import Request
@@ -16,8 +16,22 @@ from lowbit.trainer.files import SAMPLES
 from lowbit.trainer.jsonl import keep_rows_until, to_line
 from lowbit.trainer.loaded import shown_path
 from lowbit.trainer.loop import Position
+from lowbit.trainer.optim import GroupRow
 
 logger = logging.getLogger("lowbit")
+
+
+def introduce(config: RunConfig, model: Transformer, groups: Sequence[GroupRow], world: int) -> None:
+    """The model, what trains of it and how, and how many ranks share the work."""
+    parameters = sum(row.parameters for row in groups)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    note = f", {parameters / 1e6:.3g} million of them train" if frozen else ""
+    logger.info("model %s: %.1f million parameters%s", config.model.name, (parameters + frozen) / 1e6, note)
+    for row in groups:
+        logger.info("  %s", row)
+    if world > 1:
+        sent = "FP32" if config.comm.kind is CommKind.none else config.comm.kind.value
+        logger.info("%d ranks, ZeRO %d, gradients travel as %s", world, config.engine.zero_stage, sent)
 
 
 def sample_text(model: Transformer, tokenizer: Tokenizer, settings: EvalConfig) -> str:
