@@ -18,6 +18,7 @@ from lowbit.configs.checks import (
     Range,
     check_ranges,
     nearest_divisor,
+    nearest_path,
     refuse,
     value_of,
 )
@@ -132,9 +133,8 @@ def _run(config: RunConfig) -> None:
             works="max_minutes=null with max_steps=1000 would work",
         )
     if config.resume not in ("auto", "none") and not Path(config.resume).exists():
-        raise refuse(
-            config, "resume", why="no such file or folder", works="use resume=auto, resume=none or a path that exists"
-        )
+        why = f"no such file or folder{nearest_path(config.resume, ('auto', 'none'))}"
+        raise refuse(config, "resume", why=why, works="use resume=auto, resume=none or a path that exists")
 
 
 def _sequences(config: RunConfig) -> None:

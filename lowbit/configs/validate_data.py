@@ -3,7 +3,7 @@
 import glob
 from pathlib import Path
 
-from lowbit.configs.checks import refuse, value_of
+from lowbit.configs.checks import nearest_path, refuse, value_of
 from lowbit.configs.schema import RunConfig, SourceKind, TokenizerKind
 
 BYTE_VOCABULARY = 257
@@ -42,7 +42,7 @@ def _source(config: RunConfig, key: str) -> None:
         example = {"files": "corpus/", "conversations": "chats.jsonl"}.get(source.kind, "roneneldan/TinyStories")
         raise refuse(config, path, kind, why="this kind needs a path", works=f"for example {path}={example}")
     if source.kind in (SourceKind.files, SourceKind.conversations) and not _exists(source.path):
-        why = f"no such file, folder or glob below {Path.cwd()}"
+        why = f"no such file, folder or glob below {Path.cwd()}{nearest_path(source.path)}"
         raise refuse(config, path, why=why, works=f"give a path that exists, for example {path}=corpus/")
 
 
@@ -61,7 +61,7 @@ def _tokenizer(config: RunConfig) -> None:
         works = f"give {path}=tokenizer.json, or {kind}=bpe"
         raise refuse(config, kind, path, why="this kind needs a path", works=works)
     if t.kind is TokenizerKind.file and not Path(t.path).expanduser().exists():
-        why = f"no such file or folder below {Path.cwd()}"
+        why = f"no such file or folder below {Path.cwd()}{nearest_path(t.path)}"
         raise refuse(config, path, kind, why=why, works=f"give a path that exists, or {kind}=bpe, which trains one")
     if t.kind is TokenizerKind.bytes and t.path:
         works = f"{kind}=file would work, or {path}=\"''\""

@@ -4,7 +4,7 @@ here what is the distillation's own."""
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.configs.checks import COUNT, FRACTION, POSITIVE, Range, check_ranges, refuse
+from lowbit.configs.checks import COUNT, FRACTION, POSITIVE, Range, check_ranges, nearest_path, refuse
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig, Divergence, Estimator
 from lowbit.configs.validate import validate
@@ -30,7 +30,8 @@ def validate_distill(config: DistillConfig) -> None:
         student_tokens(config)
     path = config.teacher.path
     if path and not Path(path).expanduser().is_dir():
-        raise refuse(config, "teacher.path", why="no such folder", works="for example teacher.path=runs/pretrain")
+        why = f"no such folder{nearest_path(path)}"
+        raise refuse(config, "teacher.path", why=why, works="for example teacher.path=runs/pretrain")
     if not config.teacher.path:
         try:
             validate(teacher_config(config))
@@ -60,7 +61,8 @@ def validate_train(config: DistillConfig) -> None:
     for folder in folders if config.cache.path else folders[1:]:
         if not Path(folder).expanduser().is_dir():
             key = "cache.path" if folder == config.cache.path else "cache.more"
-            raise refuse(config, key, why="no such folder", works="make it with `lowbit distill cache`")
+            why = f"no such folder{nearest_path(folder)}"
+            raise refuse(config, key, why=why, works="make it with `lowbit distill cache`")
 
 
 def student_config(config: DistillConfig) -> RunConfig:

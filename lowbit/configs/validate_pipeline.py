@@ -6,7 +6,7 @@ Where a stage begins is known when it does; until then its tokenizer stands for 
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.configs.checks import refuse
+from lowbit.configs.checks import nearest_path, refuse
 from lowbit.configs.schema import RunConfig, TokenizerConfig, TokenizerKind
 from lowbit.configs.schema_pipeline import PipelineConfig, Stage
 from lowbit.configs.validate import check_world, validate
@@ -46,6 +46,7 @@ def _check(stage: Stage, config: PipelineConfig) -> None:
         validate_rl(replace(config.rl, data=replace(config.rl.data, tokenizer=tokenizer)))
         start = config.rl.init_from
         if start and not Path(start).expanduser().is_dir():
-            raise refuse(config.rl, "init_from", why="no such folder", works="for example rl.init_from=runs/distill")
+            why = f"no such folder{nearest_path(start)}"
+            raise refuse(config.rl, "init_from", why=why, works="for example rl.init_from=runs/distill")
     run = runs_of(config)[stage]
     check_world(run, run.engine.processes)

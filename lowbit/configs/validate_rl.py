@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.configs.checks import COUNT, FRACTION, INSIDE, NATURAL, POSITIVE, Range, check_ranges, refuse
+from lowbit.configs.checks import COUNT, FRACTION, INSIDE, NATURAL, POSITIVE, Range, check_ranges, nearest_path, refuse
 from lowbit.configs.schema import (
     BatchConfig,
     DataConfig,
@@ -141,7 +141,7 @@ def _task(config: RlConfig) -> None:
             raise refuse(config, key, "task.kind", why="this kind reads no file", works="task.kind=file would work")
         if path and not Path(path).expanduser().is_file():
             works = f"give a file that exists, for example {key}=problems.jsonl"
-            raise refuse(config, key, why=f"no such file below {Path.cwd()}", works=works)
+            raise refuse(config, key, why=f"no such file below {Path.cwd()}{nearest_path(path)}", works=works)
     if t.kind is TaskKind.reasoning_gym and not t.dataset:
         works = "for example task.dataset=basic_arithmetic"
         raise refuse(config, "task.kind", "task.dataset", why="this kind needs a generator's name", works=works)
@@ -182,7 +182,8 @@ def _algorithm(config: RlConfig) -> None:
 def _folders(config: RlConfig) -> None:
     for key, path in (("algorithm.reference", config.algorithm.reference), ("teacher.path", config.teacher.path)):
         if path and not Path(path).expanduser().is_dir():
-            raise refuse(config, key, why="no such folder", works=f"for example {key}=runs/pretrain")
+            why = f"no such folder{nearest_path(path)}"
+            raise refuse(config, key, why=why, works=f"for example {key}=runs/pretrain")
 
 
 def _lora(config: RlConfig) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 import yaml
 
 from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema_distill import DistillConfig
+from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.stored import plain
 from lowbit.configs.strict import build, locate, schema_paths, unwrap_optional
 from lowbit.configs.validate import RANGES, validate
+from lowbit.configs.validate_distill import validate_distill, validate_train
+from lowbit.configs.validate_rl import validate_rl
 from lowbit.errors import ConfigError
 
 BASE: dict[str, Any] = plain(RunConfig(max_steps=10))
@@ -194,3 +199,65 @@ def test_paths_are_looked_for_as_they_are_written(tmp_path: Path) -> None:
     validate(build(RunConfig, tree({"resume": str(tmp_path)})))
     tokenizer = {"data.tokenizer.kind": "file", "data.tokenizer.path": str(tmp_path)}
     validate(build(RunConfig, tree(tokenizer)))
+
+
+def _distill(key: str, path: str) -> None:
+    config = build(DistillConfig, tree({"teacher.path": ".", key: path}, plain(DistillConfig(max_steps=10))))
+    (validate_train if key == "cache.path" else validate_distill)(config)
+
+
+def _pretrain(key: str, path: str) -> None:
+    base = tree({"data.sources": {"f": {"kind": "files"}}, "data.tokenizer.kind": "file", "data.tokenizer.path": "."})
+    base["data"]["sources"]["f"]["path"] = "."
+    validate(build(RunConfig, tree({key: path}, base)))
+
+
+def _rl(key: str, path: str) -> None:
+    base = tree({"data.sources": {}, "data.tokenizer.kind": "bytes"}, plain(RlConfig(max_steps=10)))
+    needs: dict[str, dict[str, Any]] = {
+        "task": {"task.kind": "file", "task.path": "problems.jsonl"},
+        "algorithm": {"algorithm.kl": 0.01},
+    }
+    validate_rl(build(RlConfig, tree({**needs.get(key.partition(".")[0], {}), key: path}, base)))
+
+
+PATHS: list[tuple[Callable[[str, str], None], str]] = [
+    (_pretrain, "resume"),
+    (_pretrain, "data.sources.f.path"),
+    (_pretrain, "data.tokenizer.path"),
+    (_distill, "teacher.path"),
+    (_distill, "cache.path"),
+    (_rl, "algorithm.reference"),
+    (_rl, "teacher.path"),
+    (_rl, "task.path"),
+    (_rl, "task.held_out_path"),
+]
+
+
+@pytest.mark.parametrize(("check", "key"), PATHS, ids=[f"{c.__name__}-{k}" for c, k in PATHS])
+def test_a_misspelt_path_is_answered_with_the_nearest(
+    check: Callable[[str, str], None], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/pretrain/step_00000250", ".secret"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    for given, nearest in [
+        ("rusn", "runs"),
+        ("runs/pretrian", "runs/pretrain"),
+        ("runs/pretrian/step_00000250", "runs/pretrain"),  # the part that is wrong
+        (f"{tmp_path}/runs/pretrainn", f"{tmp_path}/runs/pretrain"),
+        ("problem.jsonl", "problems.jsonl"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"{re.escape(key)}=.*no such .*; nearest: {re.escape(nearest)}; "):
+            check(key, given)
+    for given in ("secret", "something/else", "/proc/nowhere"):
+        with pytest.raises(ConfigError, match="no such") as caught:
+            check(key, given)
+        assert "nearest" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("given", "nearest"), [("autoo", "auto"), ("Auto", "auto"), ("non", "none"), ("noen", "none")])
+def test_a_misspelt_word_is_answered_with_the_nearest(given: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"resume={given}: no such file or folder; nearest: {nearest}; use"):
+        validate(build(RunConfig, tree({"resume": given})))
