@@ -2,6 +2,7 @@
 
 import sys
 
+from lowbit.cli.ending import say
 from lowbit.cli.signals import EndingSignals
 from lowbit.errors import EXIT_INTERRUPTED
 
@@ -16,8 +17,7 @@ def main() -> None:
         command_line(signals)
     except KeyboardInterrupt:
         signals.finish()
-        print("lowbit: error: interrupted", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(say("interrupted", EXIT_INTERRUPTED))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.cli import torchrun
+from lowbit.cli.ending import say
 from lowbit.cli.start import with_start
 from lowbit.configs.compose import CONFIG_MODULE, compose_for, compose_tree, to_config
 from lowbit.configs.overrides import PRETRAIN, Command, expand_sweep, for_hydra, sweep_keys
@@ -29,6 +31,8 @@ from lowbit.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, Interrupte
 from lowbit.trainer.files import OUTCOME, RUN_LOG
 
 logger = logging.getLogger("lowbit")
+
+SAME_COMMAND = "the same command goes on"
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,15 @@ def run_one(given: Sequence[str], task: Task = PRETRAINING) -> None:
             failure.append(error)
 
     _under_hydra(job, for_hydra(overrides, task.command), task)
+    if failure and isinstance(failure[0], Interrupted):
+        raise _with_what_to_do(failure[0])
     if failure:
         raise failure[0]
+
+
+def _with_what_to_do(error: Interrupted) -> Interrupted:
+    """The interruption of a job, saying how to go on where it does not say so itself."""
+    return error if SAME_COMMAND in str(error) else Interrupted(f"{error}; {SAME_COMMAND} from there")
 
 
 def run_sweep(given: Sequence[str], task: Task = PRETRAINING) -> None:
@@ -154,7 +165,9 @@ def run_sweep(given: Sequence[str], task: Task = PRETRAINING) -> None:
     done = [folder for folder, outcome in outcomes if outcome.exit_code == 0]
     ending: Exception | None
     if interrupted:
-        ending = Interrupted(f"the sweep was interrupted: {len(done)} of {len(jobs)} jobs are done, in {sweep_dir}")
+        setting = shlex.quote(f"hydra.sweep.dir={sweep_dir}")
+        reached = f"{len(done)} of {len(jobs)} jobs are done"
+        ending = Interrupted(f"the sweep was interrupted: {reached}; the same command with {setting} goes on")
     else:
         names = [Outcome(number, _only(settings, swept)).name for number, settings in enumerate(jobs)]
         ending = _ending([outcome for _, outcome in outcomes], names, broken, sweep_dir)
@@ -180,7 +193,7 @@ def _ending(
     if not failed:
         return None
     for name in silent:
-        print(f"lowbit: error: {name}", file=sys.stderr)
+        say(name, EXIT_FAILED)
     reason = ""
     if broken is not None:
         logger.error("the launcher of the jobs failed", exc_info=broken)
@@ -223,7 +236,7 @@ def _sweep_job(tree: Any, swept: Sequence[str], task: Task, typed: Sequence[Sequ
         code = error.exit_code if isinstance(error, LowbitError) else EXIT_FAILED
         outcome = Outcome(hydra.job.num, settings, code, " ".join(str(error).split()) or type(error).__name__)
         if isinstance(error, LowbitError):
-            print(f"lowbit: error: {outcome.name}: {outcome.error}", file=sys.stderr)
+            say(f"{outcome.name}: {outcome.error}", code)
         else:
             traceback.print_exc()
         if isinstance(error, Interrupted):  # KeyboardInterrupt is what Hydra's launchers let through
@@ -239,12 +252,12 @@ def _allow_children() -> None:
 
 
 def _log(error: Exception) -> None:
-    """Leave the error in run.log, with its traceback unless it is one we raise on purpose."""
+    """Leave the error in run.log, with its traceback unless it is one we raise on purpose; an interruption is none."""
     for handler in logging.getLogger().handlers:  # the file alone: the console gets its own line from the caller
         expected = isinstance(error, LowbitError)
         record = logger.makeRecord(
             logger.name,
-            logging.ERROR,
+            logging.INFO if isinstance(error, Interrupted) else logging.ERROR,
             __file__,
             0,
             "%s",
@@ -310,7 +323,7 @@ def _under_hydra(job: Callable[[Any], None], arguments: Sequence[str], task: Tas
         try:
             hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name=name)(job)()
         except KeyboardInterrupt:
-            raise Interrupted("interrupted; the same command goes on from the newest checkpoint") from None
+            raise Interrupted(f"interrupted; {SAME_COMMAND} from what its folder holds") from None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""  # a full disk shows in a write, which has no name
             what = f"{where}the run's folder cannot be written ({error.strerror or error})"

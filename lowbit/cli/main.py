@@ -1,7 +1,8 @@
 """The `lowbit` command: one Typer application, one thin file a command, and the rules for how it ends.
 
 Exit codes: 0 done, 1 failed, 2 bad configuration or usage, 130 interrupted after saving. What lowbit raises on purpose
-is printed as one line, `lowbit: error: ...`; any other exception is a bug and keeps its traceback.
+is printed as one line, `lowbit: error: ...` (`lowbit: interrupted ...` is no error); any other exception is a bug and
+keeps its traceback.
 
 Nothing heavy is imported here: `lowbit --help` and shell completion answer at once because PyTorch, Hydra and the
 rest are imported inside the commands that need them.
@@ -30,9 +31,11 @@ from lowbit.cli import (
     tokenizer,
     version,
 )
+from lowbit.cli.ending import say
 from lowbit.cli.settings import TAKES_SETTINGS
 from lowbit.cli.signals import EndingSignals
 from lowbit.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, LowbitError, RankError
+from lowbit.trainer.reader import discard
 
 USAGE_ERROR: type[Exception] = cast(type[Exception], typer.BadParameter.__mro__[1])
 """What Typer raises for wrong options and arguments; only its subclasses are public."""
@@ -85,26 +88,26 @@ def run(arguments: list[str], signals: EndingSignals | None = None) -> int:
         result = build_app()(arguments, prog_name="lowbit", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         signals.finish()
-        return _fail("interrupted", EXIT_INTERRUPTED)
+        return say("interrupted", EXIT_INTERRUPTED)
     except Exception as error:
         signals.finish()
         if signals.came is not None and not isinstance(error, (Interrupted, RankError)):
-            return _fail(f"interrupted by {signals.came}", EXIT_INTERRUPTED)
+            return say(f"interrupted by {signals.came}", EXIT_INTERRUPTED)
         return _explain(error)
     signals.finish()
     if result == EXIT_INTERRUPTED:  # Typer makes this of a KeyboardInterrupt
-        return _fail("interrupted", EXIT_INTERRUPTED)
+        return say("interrupted", EXIT_INTERRUPTED)
     return result if isinstance(result, int) else 0
 
 
 def _explain(error: Exception) -> int:
     """The line and the exit code for what a command raised; raises it again when it is a bug."""
     if isinstance(error, LowbitError):
-        return _fail(str(error), error.exit_code)
+        return say(str(error), error.exit_code)
     if isinstance(error, USAGE_ERROR):
         return _usage(error)
     if isinstance(error, BrokenPipeError):  # the reader of our output went away, as in `lowbit generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         return EXIT_FAILED
     raise error
 
@@ -116,12 +119,4 @@ def _usage(error: BaseException) -> int:
         return EXIT_BAD_CONFIG
     where = getattr(context, "command_path", "lowbit")
     message = getattr(error, "format_message", error.__str__)()
-    return _fail(f"{message.rstrip('.')}; see `{where} --help`", EXIT_BAD_CONFIG)
-
-
-def _fail(message: str, code: int) -> int:
-    """Print one line on standard error; several processes say which one speaks."""
-    rank = os.environ.get("RANK", "0")
-    who = "lowbit: error" if rank == "0" else f"lowbit: error (rank {rank})"
-    print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
-    return code
+    return say(f"{message.rstrip('.')}; see `{where} --help`", EXIT_BAD_CONFIG)

@@ -8,19 +8,19 @@ instead. Only rank 0 opens one: with `enabled=False` it does nothing.
 
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from lowbit.trainer.files import RUN_LOG
+from lowbit.trainer.reader import discard
 
 LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 """Hydra's own, so that a log written by either reads the same."""
@@ -182,8 +182,7 @@ class _Terminal(rich.console.Console):
     def on_broken_pipe(self) -> None:
         """The run goes on; what it has to say is in run.log."""
         self.quiet = True
-        with suppress(OSError, ValueError):  # ValueError: not a file of the system's
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        discard(cast(TextIO, self.file))
         logging.getLogger("lowbit").warning("nobody reads this run's output any more: it goes on, run.log has the rest")
 
 

@@ -23,7 +23,7 @@ from lowbit.configs.stored import save_config
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, Loader
 from lowbit.data.storage import DISK_FULL
-from lowbit.errors import CheckpointError, DataError, LowbitError
+from lowbit.errors import CheckpointError, DataError, Interrupted, LowbitError
 from lowbit.models.cost import flops_per_token
 from lowbit.models.layers import state_buffers
 from lowbit.models.probe import softmax_saturation
@@ -50,7 +50,7 @@ from lowbit.trainer.identity import check_same
 from lowbit.trainer.imported import begin_from
 from lowbit.trainer.launch import open_ranks
 from lowbit.trainer.layer_metrics import without_state
-from lowbit.trainer.loaded import build_model
+from lowbit.trainer.loaded import build_model, shown_path
 from lowbit.trainer.lock import RunLock
 from lowbit.trainer.loop import Hooks, Position, Trainer
 from lowbit.trainer.memory import explain_out_of_memory, what_to_change
@@ -100,6 +100,8 @@ def execute(make: "Callable[[], Pretraining]", run_dir: Path, ranks: Ranks) -> R
         try:
             with explain_out_of_memory(run.out_of_memory):
                 return run.execute()
+        except Interrupted as error:
+            raise Interrupted(f"{error} in {shown_path(run_dir)}") from None
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise

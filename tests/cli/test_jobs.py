@@ -42,8 +42,8 @@ def test_how_runs_end(tmp_path: Path) -> None:
     assert "step 7: loss is nan" in (tmp_path / "r13" / "run.log").read_text()
     assert bug.code == 1 and "Traceback" in bug.err and bug.err.rstrip().endswith("ZeroDivisionError: a bug")
     assert "ZeroDivisionError: a bug" in (tmp_path / "r14" / "run.log").read_text()
-    assert (saved.code, saved.err) == (130, "lowbit: error: SIGTERM: saved at step 3\n")
-    assert killed.code == 130 and killed.err.startswith("lowbit: error: interrupted") and killed.err.count("\n") == 1
+    assert (saved.code, saved.err) == (130, "lowbit: SIGTERM: saved at step 3; the same command goes on from there\n")
+    assert killed.code == 130 and killed.err.startswith("lowbit: interrupted") and killed.err.count("\n") == 1
 
 
 def test_a_sweep_goes_on_after_failures(tmp_path: Path) -> None:
@@ -73,7 +73,10 @@ def test_a_sweep_that_works_and_one_that_is_interrupted(tmp_path: Path) -> None:
     assert (good.code, good.err) == (0, "") and good.out.splitlines()[-1] == "table: 0 1"
     assert load_config(tmp_path / "it's here" / "1" / "config.yaml").model.name == "30m"
     assert saved.code == 130 and not (tmp_path / "signal" / "2").exists()
-    assert saved.err.splitlines()[-1].startswith("lowbit: error: the sweep was interrupted: 1 of 3 jobs are done")
+    assert saved.err.splitlines()[-1].startswith("lowbit: the sweep was interrupted: 1 of 3 jobs are done")
+    assert "error" not in saved.err + killed.err
+    assert "[ERROR]" not in (tmp_path / "signal" / "1" / "run.log").read_text()
+    assert saved.err.endswith("; the same command with hydra.sweep.dir=signal goes on\n")
     assert killed.code == 130 and not (tmp_path / "control_c" / "1").exists()
     assert json.loads((tmp_path / "control_c" / "0" / "outcome.json").read_text())["exit_code"] == 130
 

@@ -39,7 +39,7 @@ def test_before_training_begins(tmp_path: Path, number: signal.Signals) -> None:
         time.sleep(0.01)
     _, err = process.communicate(timeout=280)
     assert process.returncode == 130
-    assert err == "lowbit: error: interrupted\n"
+    assert err == "lowbit: interrupted\n"
 
 
 SLOW_IMPORT = """
@@ -65,7 +65,7 @@ def test_while_the_command_is_imported(number: signal.Signals) -> None:
     assert process.stdout is not None and process.stdout.readline() == "importing\n"
     process.send_signal(number)
     _, err = process.communicate(timeout=100)
-    assert (process.returncode, err) == (130, "lowbit: error: interrupted\n")
+    assert (process.returncode, err) == (130, "lowbit: interrupted\n")
 
 
 def test_ctrl_c_reaches_packing_processes_too(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_ctrl_c_reaches_packing_processes_too(tmp_path: Path) -> None:
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=280)
-    assert process.returncode == 130 and err == "lowbit: error: interrupted\n"
+    assert process.returncode == 130 and err == "lowbit: interrupted\n"
 
 
 def workers(pid: int) -> list[str]:
@@ -117,7 +117,7 @@ def test_what_a_library_makes_of_it(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert capsys.readouterr().err == "lowbit: error: interrupted by SIGTERM\n"
+    assert capsys.readouterr().err == "lowbit: interrupted by SIGTERM\n"
 
 
 def test_a_bug_without_a_signal_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

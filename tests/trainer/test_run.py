@@ -153,7 +153,10 @@ def test_a_signal_saves_and_exits_130(tiny_run: RunConfig, tmp_path: Path, numbe
     wait_for_step(tmp_path / "parts", 2, process)
     os.kill(process.pid, number)
     assert process.wait() == 130
-    assert number.name in errors(tmp_path / "parts")
+    saved = sorted((tmp_path / "parts" / "checkpoints").iterdir())[-1].name
+    step = int(saved.removeprefix("step_"))
+    last = errors(tmp_path / "parts").splitlines()[-1]
+    assert last == f"interrupted by {number.name}: saved at step {step} in parts"
     pretrain(tiny_run, tmp_path / "parts")
     assert_same_end(tmp_path / "whole", tmp_path / "parts")
 
