@@ -294,4 +294,4 @@ def _training_sample(config: DataConfig, listings: list[Listing]) -> Iterator[st
             yield document
     if not found:
         names = ", ".join(listing.name for listing in listings)
-        raise DataError(f"no text to train a tokenizer on: {names} is empty, or all of it is held out; add documents")
+        raise DataError(f"no text to train a tokenizer on: all of {names} is held out; add documents")

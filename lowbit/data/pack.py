@@ -196,8 +196,6 @@ def _pack_parts(
     finally:
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
-    if not parts:
-        raise DataError(f"data source {listing.name!r} is empty: {listing.config.path or 'it'} holds no text")
     return [parts[i] for i in range(len(parts))]
 
 

@@ -81,9 +81,26 @@ def list_source(name: str, config: SourceConfig) -> Listing:
 def read_documents(listing: Listing, shuffled: bool = False) -> Iterator[str]:
     """Every document of a source, in order; with `shuffled` (to take a sample) the files come in a hashed order.
 
-    Raises: DataError for a file that is unreadable, not UTF-8 or lacks the field.
+    Raises: DataError for a file that is unreadable, not UTF-8 or lacks the field; for a source without any text.
     """
-    return islice(_documents(listing, shuffled), listing.config.max_documents)
+    documents = islice(_documents(listing, shuffled), listing.config.max_documents)
+    blank = 0
+    for document in documents:
+        yield document
+        if not document.isspace():
+            yield from documents
+            return
+        blank += 1
+    raise _no_text(listing, blank)
+
+
+def _no_text(listing: Listing, blank: int) -> DataError:
+    """The error for a source whose documents, `blank` of them, are all white space."""
+    where = listing.config.path or sysconfig.get_path("stdlib")
+    what = (
+        f"has nothing but white space: {where}, in {blank} documents" if blank else f"is empty: {where} holds no text"
+    )
+    return DataError(f"data source {listing.name!r} {what}; add text, or set data.sources.{listing.name}.path")
 
 
 def _documents(listing: Listing, shuffled: bool) -> Iterator[str]:

@@ -409,7 +409,7 @@ def test_a_configured_tokenizer_must_fit(tmp_path: Path, config: DataConfig) -> 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "c is empty"), (b"bad \xff", r"000\.txt is not UTF-8: byte 0xff at offset 4")],
+    [(b"", "'c' is empty"), (b"bad \xff", r"000\.txt is not UTF-8: byte 0xff at offset 4")],
 )
 def test_bad_text_is_named_while_a_tokenizer_is_trained(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "000.txt").write_bytes(content)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowbit.configs.schema import SourceConfig, SourceKind
+from lowbit.configs.schema import DataConfig, SourceConfig, SourceKind, TokenizerConfig, TokenizerKind
+from lowbit.data.dataset import prepare_data
 from lowbit.data.sources import list_source, read_documents
 from lowbit.errors import DataError
 
@@ -235,3 +236,28 @@ def test_datasets_saved_to_disk(hub: Path, tmp_path: Path) -> None:
         read_hub(tmp_path / "several", split="test")
     with pytest.raises(DataError, match="cannot read data set"):
         read_hub(tmp_path / "nothing-here")
+
+
+@pytest.mark.parametrize("tokenizer", [TokenizerKind.bytes, TokenizerKind.bpe])
+@pytest.mark.parametrize("content", ["", " \n\t\u3000\n" * 40])
+def test_nothing_but_white_space(content: str, tokenizer: TokenizerKind, tmp_path: Path) -> None:
+    """Empty files and blank ones are told as what they are, whoever reads them first: trainer of tokens or packer."""
+    for name in ("a.txt", "b.md", "c.txt"):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    config = DataConfig(
+        sources={"mine": SourceConfig(kind=SourceKind.files, path=str(tmp_path))},
+        tokenizer=TokenizerConfig(kind=tokenizer),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    what = "has nothing but white space" if content else "is empty"
+    with pytest.raises(DataError, match=rf"data source 'mine' {what}: .*data\.sources\.mine\.path") as caught:
+        prepare_data(config, lambda _: None)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_blank_documents_in_rows_and_among_others(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": " "}, {"text": "\n"}])
+    with pytest.raises(DataError, match=r"'mine' has nothing but white space: .*a\.jsonl, in 2 documents; add text"):
+        read(tmp_path / "a.jsonl")
+    write_jsonl(tmp_path / "b.jsonl", [{"text": " "}, {"text": "word"}, {"text": "\n"}])
+    assert read(tmp_path / "b.jsonl") == [" ", "word", "\n"]
