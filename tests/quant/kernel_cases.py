@@ -3,6 +3,7 @@
 `python kernel_cases.py` runs every case in Triton's interpreter (TRITON_INTERPRET=1), where there is no GPU.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +31,7 @@ def rotations(spec: QuantSpec | None) -> tuple[int, ...]:
 
 
 def inputs(zeros: bool = True) -> Iterator[Tensor]:
-    """BF16 and FP32, rows or columns next to each other, whole blocks and not, tiny to large, an outlier, zeros.
+    """BF16 and FP32, rows or columns next to each other, whole tiles and not, tiny to large, an outlier, zeros, NaN.
 
     Triton's interpreter sums -0 and -0 to 0, which rotated zeros show: it is spared them.
     """
@@ -40,11 +41,15 @@ def inputs(zeros: bool = True) -> Iterator[Tensor]:
         ((40, 256), torch.float32, True),
         ((1, 8), torch.float32, False),
         ((130, 144), torch.bfloat16, True),
+        ((128, 128), torch.bfloat16, False),
+        ((64, 256), torch.bfloat16, True),
     ):
         x = torch.randn(shape) * 2.0 ** torch.randint(-40, 20, (shape[0], 1))
         if zeros:
             x[0, 4:] = 0
         x[-1, -1] *= 1000
+        if shape[0] == 37:
+            x[3, 5], x[20, 150] = math.nan, -math.inf
         x = x.to(dtype)
         yield x.t().contiguous().t() if by_column else x
 
@@ -71,7 +76,10 @@ def compare(spec: QuantSpec | None, rotation: int, x: Tensor, device: str) -> No
 
 
 def same_bits(what: str, want: Tensor, got: Tensor) -> None:
+    """NaN is NaN, whatever its sign and payload."""
     got = got.cpu()
+    if want.is_floating_point():
+        want, got = (torch.where(t.isnan(), math.nan, t) for t in (want, got))
     if want.numel():
         different = (want.contiguous().view(torch.uint8) != got.contiguous().view(torch.uint8)).sum().item()
         assert different == 0, f"{what}: {different} bytes of {want.numel() * want.element_size()} differ"

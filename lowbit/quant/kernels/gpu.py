@@ -1,7 +1,7 @@
 """The operators of `ops` on a GPU: launches of `triton_blocks`.
 
 A scale that belongs to whole rows or to the whole tensor needs their largest magnitude first: one more pass over the
-data, by PyTorch; so does a rotation that such a scale comes after. Everything else is one pass.
+data (`triton_amax`); so does a rotation that such a scale comes after. Everything else is one pass.
 
 What no kernel takes (`takes`), six-bit codes above all, stays with the PyTorch reference.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from lowbit.quant.bits import f32, is_finite, pattern_of
 from lowbit.quant.kernels import ops
 from lowbit.quant.kernels import triton_blocks as tb
+from lowbit.quant.kernels.triton_amax import largest_magnitudes
 from lowbit.quant.philox import Purpose, Side
 from lowbit.quant.spec import FOUR_OVER_SIX, OUTER_BLOCK, Outer, QuantSpec, Rounding, Scale
 
@@ -68,7 +69,10 @@ class Given(NamedTuple):
 def given_scales(x: Tensor, spec: QuantSpec, static: Tensor | None) -> Given:
     """The scales that a tile does not tell; x [rows, columns] is not rotated any more."""
     by_row = spec.outer is Outer.ROW or (spec.scale is Scale.FP32 and spec.block[0] == 1)
-    amax = torch.linalg.vector_norm(x, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
+    if 1 in x.stride():
+        amax = largest_magnitudes(x, by_row)
+    else:
+        amax = torch.linalg.vector_norm(x, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
     if static is not None:
         amax = torch.where(is_finite(amax), static, amax)
     outer, inverse = torch.empty_like(amax), torch.empty_like(amax)
@@ -156,6 +160,7 @@ def _launch(
         int(by_row),
         lane,
         ROWS=tile.rows,
+        WHOLE=rows % tile.rows == 0 and columns % 128 == 0,
         PIECE=tile.piece,
         RUN=tile.run,
         JOINS=(128 // tile.piece).bit_length() - 1,
@@ -184,23 +189,27 @@ class _Tile(NamedTuple):
 
 
 def _tile(spec: QuantSpec | None, block_rows: int, row_major: bool, rotation: int, element_size: int) -> _Tile:
-    """Counted in the machine code of sm_90, instructions a number; a row in one thread takes 255 registers.
+    """The fastest of a dozen on an H200 for BF16 [32768, 1280] (docs/LOG.md); the numbers are the same in each.
 
-    For MS-EDEN after a rotation of 128, 54 (rows in memory) and 61 (columns) where tiles spread over threads take 135
-    and 317. Four over six needs more registers than a thread has: a thread takes whole blocks, 73 in place of 99.
-    Blocks of several rows need several threads.
+    Where a row is rotated or sums run along it, they are additions of one thread's registers; otherwise sixteen threads
+    share a row, or, where columns are what lies together in memory, eight.
     """
-    four_over_six = spec is not None and spec.rounding in FOUR_OVER_SIX
-    if four_over_six and row_major and block_rows == 1:
-        run = 16 // element_size  # what a thread loads at once
-        return _Tile(32, 8 * run, run, 4)
-    if four_over_six or block_rows > 1:
+    run = 16 // element_size  # what a thread loads at once
+    rounding = None if spec is None else spec.rounding
+    if block_rows > 1:
         rows = max(block_rows, 16 if row_major else 32)
-        return _Tile(rows, 128, 128, 4 if rows <= 16 else 8)
-    wide = spec is not None and spec.rounding is Rounding.MS_EDEN_PUBLISHED  # sums in FP64
-    threads = 2 if wide or (row_major and rotation < 128) else 1
-    piece = threads * (8 if row_major else 1)
-    return _Tile(128 // threads, piece, piece, 4)
+        return _Tile(rows, 128, 128, 2 if rows <= 32 else 8)
+    if rounding is Rounding.MS_EDEN_PUBLISHED:  # its sums in FP64 take two threads' registers
+        return _Tile(64, 2 * run, run, 4) if row_major else _Tile(64, 2, 2, 4)
+    if rotation == 128:
+        return _Tile(128, run, run, 4) if row_major else _Tile(64, 1, 1, 2)
+    if row_major:
+        return _Tile(16, 8 * run, run, 4)
+    if rotation:
+        return _Tile(64, 1, 1, 2)
+    if rounding in FOUR_OVER_SIX:
+        return _Tile(32, 128, 128, 8)
+    return _Tile(32, 8, 8, 4)
 
 
 @cache

@@ -21,7 +21,6 @@ from lowbit.quant.kernels.triton_numbers import (
     decode,
     eight_halves,
     encode,
-    encode_element,
     nan_like,
     number_of,
     philox,
@@ -207,9 +206,7 @@ def two_level(  # type: ignore[no-untyped-def]
         else:
             factor = _correction(y.to(tl.float64), elements.to(tl.float64))
         scale = round_to(scale * factor, scale_noise, STOCHASTIC, 3, 7, E4M3_MAX_BITS, True, False)
-    if OUTER == OUTER_128_POW2:
-        value = (elements * _spread(scale, BR, BC)) * _spread(outer, BR, 128)
-    elif OUTER == OUTER_128:
+    if OUTER == OUTER_128 or OUTER == OUTER_128_POW2:
         value = elements * _spread(outer * scale, BR, BC)
     else:
         value = elements * _spread(scale, BR, BC)
@@ -234,9 +231,9 @@ def factor_kernel(  # type: ignore[no-untyped-def]
     x_ptr, signs_ptr, key_ptr, clock_ptr, outer_in_ptr, inverse_ptr, choice_ptr,
     operand_ptr, data_ptr, scales_ptr, outer_ptr,
     rows, columns, row_stride, column_stride, width, padded, padded_rows, stored, blocks, given_stride, lane,
-    ROWS: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr, ROTATION_SCALE: tl.constexpr,
-    QUANTISED: tl.constexpr, OPERAND: tl.constexpr, CODES: tl.constexpr, CHOICE: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, JOINS: tl.constexpr,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr,
+    ROTATION_SCALE: tl.constexpr, QUANTISED: tl.constexpr, OPERAND: tl.constexpr, CODES: tl.constexpr,
+    CHOICE: tl.constexpr, ROW_MAJOR: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, JOINS: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
     SCALE: tl.constexpr, OUTER: tl.constexpr, ROUNDING: tl.constexpr,
     M: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, MAX_BITS: tl.constexpr, MAX_EXPONENT: tl.constexpr,
@@ -259,7 +256,7 @@ def factor_kernel(  # type: ignore[no-untyped-def]
     block = group * NB + tl.arange(0, NB)
     x = load_tile(
         x_ptr, signs_ptr, r, group, rows, columns, width, row_stride, column_stride,
-        ROWS, ROTATION, STAGES, ROTATION_SCALE, PIECE, RUN, JOINS,
+        ROWS, WHOLE, ROTATION, STAGES, ROTATION_SCALE, PIECE, RUN, JOINS,
     )  # fmt: skip
     value = x
     if QUANTISED:
@@ -299,7 +296,9 @@ def factor_kernel(  # type: ignore[no-untyped-def]
                 MODE, SCALE, OUTER, ROUNDING, BR, BC, M, BIAS, MAX_BITS, TARGET, INVERSE_TARGET,
             )  # fmt: skip
         if CODES:
-            code = encode_element(elements, M, BIAS, BITS, HAS_NAN, NAN_CODE, INTEGER)
+            if not HAS_NAN and not INTEGER:
+                elements = tl.where(_spread((scale == scale).to(tl.int32), BR, BC) != 0, elements, 0.0)
+            code = encode(elements, M, BIAS, BITS, HAS_NAN, NAN_CODE, INTEGER)
             there = (r < padded_rows)[:, None]
             if BITS == 4:
                 shifted = tl.reshape(code, (ROWS, 64, 2)) << (tl.arange(0, 2) * 4)[None, None, :]

@@ -8,9 +8,12 @@ Butterflies and fixed-order sums are written as sums of two along an axis of len
 the compiler does it in registers or by a shuffle, never through shared memory as a split or a transposition.
 """
 
+import os
+
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 SIGN = tl.constexpr(-(1 << 31))
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)
@@ -38,12 +41,32 @@ def nan_like(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def round_bf16(x):  # type: ignore[no-untyped-def]
-    """FP32 -> nearest BF16 number, FP32 (`bits.round_to_bf16`)."""
-    bits = bits_of(x)
-    magnitude = bits & MAGNITUDE
-    rounded = (tl.minimum(magnitude, INFINITY) + 0x7FFF + ((magnitude >> 16) & 1)) & -65536
-    rounded = tl.where(magnitude > INFINITY, QUIET_NAN, rounded)
-    return number_of(rounded | (bits & SIGN))
+    """FP32 -> nearest BF16 number, FP32 (`bits.round_to_bf16`; a NaN's sign and payload may differ).
+
+    By the processor, two numbers in three instructions where integers take ten each; Triton's interpreter has neither
+    the instruction nor a BF16 cast that rounds.
+    """
+    if INTERPRETED:
+        bits = bits_of(x)
+        magnitude = bits & MAGNITUDE
+        rounded = (tl.minimum(magnitude, INFINITY) + 0x7FFF + ((magnitude >> 16) & 1)) & -65536
+        rounded = tl.where(magnitude > INFINITY, QUIET_NAN, rounded)
+        nearest = number_of(rounded | (bits & SIGN))
+    else:
+        nearest = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 $0, both, 16;
+            and.b32 $1, both, 0xffff0000;
+            }""",
+            "=r,=r,r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    return nearest
 
 
 @triton.jit
@@ -93,16 +116,20 @@ def encode(  # type: ignore[no-untyped-def]
     x, M: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, HAS_NAN: tl.constexpr, NAN_CODE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """Grid values -> codes, int32 (`formats.encode`)."""
+    """Grid values -> codes, int32 (`formats.encode`).
+
+    From the smallest normal number on, exponent and mantissa of FP32 count the same steps; below, so do the last bits
+    of the number added to 2**23 steps. An integer format is all below.
+    """
     bits = bits_of(x)
     magnitude = bits & MAGNITUDE
-    field, drop, significand = _split_bits(magnitude, M, BIAS)
-    code = ((field - (128 - BIAS)) << M) + (significand >> tl.minimum(drop, 31))
+    code = bits_of(number_of(magnitude) + number_of(tl.zeros_like(bits) + ((23 + 128 - BIAS - M) << 23))) & 0xFF
     if INTEGER:
-        code = tl.where(bits < 0, -code, code)
+        code = tl.where(bits < 0, -code, code) & 0xFF
     else:
-        code = tl.where(bits < 0, code | (1 << (BITS - 1)), code)
-    return tl.where(magnitude > INFINITY, NAN_CODE if HAS_NAN else 0, code) & 0xFF
+        normal = (magnitude >> (23 - M)) - ((127 - BIAS) << M)
+        code = tl.where(magnitude < ((128 - BIAS) << 23), code, normal) | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
+    return tl.where(magnitude > INFINITY, NAN_CODE if HAS_NAN else 0, code)
 
 
 @triton.jit
@@ -187,13 +214,15 @@ def butterfly(x, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def round_e2m1(y):  # type: ignore[no-untyped-def]
-    """`round_to` for E2M1 to nearest: adding 1.5 * 2**23 steps leaves no bits below the step."""
+def round_nearest(y, M: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`round_to` to nearest, but NaN becomes the largest number, and an integer format's zero keeps its sign.
+
+    Adding 1.5 * 2**23 steps leaves no bits below the step, which is 2**-M of the power of two below.
+    """
     bits = bits_of(y)
-    magnitude = number_of(tl.minimum(bits & MAGNITUDE, 0x40C00000))  # at most 6
-    magic = tl.where(magnitude < 2.0, 6291456.0, tl.where(magnitude < 4.0, 12582912.0, 25165824.0))
-    rounded = bits_of((magnitude + magic) - magic) | (bits & SIGN)
-    return number_of(tl.where((bits & MAGNITUDE) > INFINITY, 0, rounded))
+    magnitude = tl.minimum(bits & MAGNITUDE, MAX_BITS)
+    magic = number_of(tl.maximum(magnitude & INFINITY, (128 - BIAS) << 23) + (((23 - M) << 23) + 0x400000))
+    return number_of(bits_of((number_of(magnitude) + magic) - magic) | (bits & SIGN))
 
 
 @triton.jit
@@ -201,25 +230,16 @@ def round_element(  # type: ignore[no-untyped-def]
     y, noise, MODE: tl.constexpr, M: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr,
     HAS_NAN: tl.constexpr, INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """`round_to`, the fastest way for the format."""
-    if MODE == NEAREST and M == 1 and BIAS == 1:
-        rounded = round_e2m1(y)
+    """`round_to`, the fastest way for the format.
+
+    A floating format without NaN makes any number of it: its block's scale is NaN then.
+    """
+    if MODE == NEAREST:
+        rounded = round_nearest(y, M, BIAS, MAX_BITS)
+        if INTEGER:
+            rounded = tl.where(y == y, rounded + 0.0, 0.0)
+        elif HAS_NAN:
+            rounded = tl.where(y == y, rounded, nan_like(y))
     else:
         rounded = round_to(y, noise, MODE, M, BIAS, MAX_BITS, HAS_NAN, INTEGER)
     return rounded
-
-
-@triton.jit
-def encode_element(  # type: ignore[no-untyped-def]
-    x, M: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, HAS_NAN: tl.constexpr, NAN_CODE: tl.constexpr,
-    INTEGER: tl.constexpr,
-):  # fmt: skip
-    """`encode`, the fastest way for the format."""
-    if M == 1 and BIAS == 1:  # from 1 on, exponent and mantissa of FP32 count the same steps
-        bits = bits_of(x)
-        magnitude = bits & MAGNITUDE
-        steps = tl.where(magnitude < 0x3F800000, (magnitude > 0).to(tl.int32), (magnitude >> 22) - 252)
-        code = steps | ((bits >> 28) & 8)
-    else:
-        code = encode(x, M, BIAS, BITS, HAS_NAN, NAN_CODE, INTEGER)
-    return code

@@ -23,7 +23,7 @@ def _joined(parts):  # type: ignore[no-untyped-def]
 @triton.jit
 def _load_pieces(  # type: ignore[no-untyped-def]
     x_ptr, r, first, rows, columns, row_stride, column_stride,
-    PIECE: tl.constexpr, RUN: tl.constexpr, JOINS: tl.constexpr,
+    WHOLE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, JOINS: tl.constexpr,
 ):  # fmt: skip
     """128 columns of x from `first` on, in pieces of PIECE = 128 >> JOINS columns: [rows, 128].
 
@@ -36,8 +36,11 @@ def _load_pieces(  # type: ignore[no-untyped-def]
     for i in tl.static_range(1 << JOINS):
         k = tl.arange(0, PIECE)
         c = first + (k // RUN) * (RUN << JOINS) + RUN * i + k % RUN
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        piece = tl.load(row + (c.to(tl.int64) * column_stride)[None, :], inside, 0.0)
+        place = row + (c.to(tl.int64) * column_stride)[None, :]
+        if WHOLE:
+            piece = tl.load(place)
+        else:
+            piece = tl.load(place, (r < rows)[:, None] & (c < columns)[None, :], 0.0)
         parts = parts + (piece,)  # type: ignore[assignment]  # noqa: RUF005
     for _ in tl.static_range(JOINS):
         parts = _joined(parts)
@@ -48,12 +51,15 @@ def _load_pieces(  # type: ignore[no-untyped-def]
 @triton.jit
 def load_tile(  # type: ignore[no-untyped-def]
     x_ptr, signs_ptr, r, group, rows, columns, width, row_stride, column_stride,
-    ROWS: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr, ROTATION_SCALE: tl.constexpr,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, ROTATION: tl.constexpr, STAGES: tl.constexpr, ROTATION_SCALE: tl.constexpr,
     PIECE: tl.constexpr, RUN: tl.constexpr, JOINS: tl.constexpr,
 ):  # fmt: skip
-    """x at rows r and the columns of a group, zero outside, as BF16 numbers in FP32, rotated: [ROWS, 128]."""
+    """x at rows r and the columns of a group, zero outside, as BF16 numbers in FP32, rotated: [ROWS, 128].
+
+    WHOLE: nothing is outside.
+    """
     c = group * 128 + tl.arange(0, 128)
-    x = _load_pieces(x_ptr, r, group * 128, rows, columns, row_stride, column_stride, PIECE, RUN, JOINS)
+    x = _load_pieces(x_ptr, r, group * 128, rows, columns, row_stride, column_stride, WHOLE, PIECE, RUN, JOINS)
     if x_ptr.dtype.element_ty == tl.float32:
         x = round_bf16(x)
     else:
@@ -62,6 +68,6 @@ def load_tile(  # type: ignore[no-untyped-def]
         x = x * tl.load(signs_ptr + c % ROTATION)[None, :]
         x = butterfly(tl.reshape(x, (ROWS * 128 // ROTATION, ROTATION)), STAGES)
         x = round_bf16(tl.reshape(x, (ROWS, 128)) * ROTATION_SCALE)
-        wanted = (r < rows)[:, None] & (c < width)[None, :]
-        x = tl.where(wanted, x, 0.0)  # what the quantiser adds beyond the rotation's groups are zeros without a sign
+        if not WHOLE:  # what the quantiser adds beyond the rotation's groups are zeros without a sign
+            x = tl.where((r < rows)[:, None] & (c < width)[None, :], x, 0.0)
     return x
