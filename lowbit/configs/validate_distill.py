@@ -14,10 +14,10 @@ RANGES = {
     "teacher.max_steps": COUNT,
     "cache.targets": Range(1, 255),
     "cache.temperature": POSITIVE,
-    "cache.tokens": COUNT,
+    "cache.tokens": Range(1, 2**40),
     "cache.seed": Range(0, 2**32 - 1),
-    "cache.micro_batch": COUNT,
-    "cache.shard_tokens": COUNT,
+    "cache.micro_batch": Range(1, 2**20),
+    "cache.shard_tokens": Range(1, 2**40),
     "loss.alpha": FRACTION,
 }
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lowbit.errors import DataError
@@ -42,7 +42,8 @@ def atomic_write(path: Path, pieces: Iterable[bytes | memoryview], needed: int |
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where the folder is a file or cannot be written, there is none
+            temporary.unlink()
         raise write_error(path, error, max(written, needed or 0)) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -102,10 +103,10 @@ def folder_lock(folder: Path, report: Callable[[str], None]) -> Iterator[None]:
             file.seek(0)
             report(f"waiting for {file.read().strip() or 'another process'}, which is writing {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        with suppress(OSError):  # for people, and the disk may be full
+            file.seek(0)
+            file.truncate()
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
 
 

@@ -30,7 +30,7 @@ from lowbit.configs.stored import plain
 from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Cursor, Loader
-from lowbit.data.storage import folder_lock, remove_leftovers
+from lowbit.data.storage import folder_lock, remove_leftovers, write_error
 from lowbit.distill.blocks import Distributions
 from lowbit.distill.codec import Layout, encode, pack
 from lowbit.distill.estimators import check_targets, sampler
@@ -38,16 +38,20 @@ from lowbit.distill.noise import Noise, Places
 from lowbit.distill.shards import (
     FORMAT,
     MANIFEST,
+    TOTALS,
     Cache,
     Shard,
     layout_of,
+    naming_the_cache,
     open_cache,
     read_manifest,
     record_name,
     require_hash,
     require_same,
     require_size,
+    shard_count,
     shard_name,
+    shard_of,
     shard_size,
     token_checksums,
     write_json,
@@ -55,12 +59,11 @@ from lowbit.distill.shards import (
     write_stamp,
 )
 from lowbit.distill.teacher import Teacher
-from lowbit.errors import DataError, NonFiniteError
+from lowbit.errors import ConfigError, DataError, NonFiniteError
 from lowbit.models.lm_head import default_chunk, token_chunks
 
 logger = logging.getLogger("lowbit")
 
-_TOTALS = ("rows", "entropy", "named", "rest")
 _ROWS = 8192
 """Most positions at once: with a small vocabulary, what is looked at of each weighs more than its logits."""
 
@@ -111,7 +114,7 @@ class CacheMaker:
 
     @property
     def shards(self) -> int:
-        return -(-self.samples // int(self.identity["shard_samples"]))
+        return shard_count(self.identity)
 
     def make(self) -> Cache:
         """Make what is missing, with whoever else does, and return the complete cache.
@@ -132,7 +135,7 @@ class CacheMaker:
 
     def _begin(self) -> bool:
         """Write what the cache will be, or check that it is what is there; True when it is complete already."""
-        with folder_lock(self.folder, logger.info):
+        with naming_the_cache(), folder_lock(self.folder, logger.info):
             if (self.folder / MANIFEST).is_file():
                 manifest = read_manifest(self.folder)
                 what = "holds another cache than configured (give another cache.path, or delete it)"
@@ -161,20 +164,21 @@ class CacheMaker:
     def _record(self, number: int) -> Shard | None:
         """The record of a shard that is there, in its size."""
         try:
-            shard = Shard(**json.loads((self.folder / record_name(number)).read_text(encoding="utf-8")))
+            record = json.loads((self.folder / record_name(number)).read_text(encoding="utf-8"))
+            shard = shard_of(record, self.identity, number)
             require_size(self.folder, shard)
             return shard
-        except (OSError, ValueError, TypeError, DataError):
+        except (OSError, ValueError, TypeError, RecursionError, ConfigError, DataError):
             return None
 
     def _make_shard(self, number: int) -> None:
-        first, samples = shard_size(self.samples, self.identity, number)
+        first, samples = shard_size(self.identity, number)
         started = time.perf_counter()
         self._loader.seek(Cursor(first, self.config.seed, self.dataset.fingerprint))
         words: list[NDArray[np.uint32]] = []
         sizes: list[Tensor] = []
         sums: list[NDArray[np.uint32]] = []
-        totals = torch.zeros(len(_TOTALS), dtype=torch.float64)
+        totals = torch.zeros(len(TOTALS), dtype=torch.float64)
         for sample in range(first, first + samples, self.config.micro_batch):
             [batch] = self._loader.next_step()
             found, size, total = self.rows(batch, sample)
@@ -188,7 +192,7 @@ class CacheMaker:
         size_bytes, sha256 = write_shard(
             self.folder / name, words, torch.cat(sizes).numpy(), np.concatenate(sums), length
         )
-        named = {key: round(value, 6) for key, value in zip(_TOTALS, totals.tolist(), strict=True)}
+        named = {key: round(value, 6) for key, value in zip(TOTALS, totals.tolist(), strict=True)}
         shard = Shard(name, first, samples, size_bytes, sha256, named)
         write_json(self.folder / record_name(number), asdict(shard))
         positions = samples * length
@@ -203,7 +207,7 @@ class CacheMaker:
 
     def _finish(self, ours: set[int]) -> bool:
         """Write the manifest once all shards are there and good; False when some have to be made again."""
-        with folder_lock(self.folder, logger.info):
+        with naming_the_cache(), folder_lock(self.folder, logger.info):
             manifest = read_manifest(self.folder)
             if manifest["shards"] is not None:
                 return True
@@ -247,7 +251,7 @@ class CacheMaker:
         counted = here.weights.flatten() != 0
         places = Places(sample + index // length, index % length)
         values, widths, lse = [], [], []
-        totals = torch.zeros(len(_TOTALS), dtype=torch.float64, device=self._device)
+        totals = torch.zeros(len(TOTALS), dtype=torch.float64, device=self._device)
         for chunk in token_chunks(size * length, min(_ROWS, default_chunk(self._device.type, len(self._matrix)))):
             logits = hidden[chunk] @ self._matrix.t()
             p = Distributions(logits, self.layout.vocab_size, self.teacher.softcap, self.config.temperature)
@@ -271,8 +275,16 @@ class CacheMaker:
 
 @contextmanager
 def _claimed(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock file, which the kernel frees when its owner dies; False when another process has it."""
-    with path.open("a") as file:
+    """Hold a lock file, which the kernel frees when its owner dies; False when another process has it.
+
+    Raises: DataError when there can be none, for example on a full disk.
+    """
+    try:
+        file = path.open("a")
+    except OSError as error:
+        with naming_the_cache():
+            raise write_error(path, error) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,15 +30,19 @@ from torch import Tensor
 
 from lowbit.configs.schema_distill import Estimator
 from lowbit.configs.stored import flatten
+from lowbit.configs.strict import build, fields_of
 from lowbit.data.batch import Batch
 from lowbit.data.storage import atomic_write
 from lowbit.data.verified import check_files, check_hash, check_size, write_stamps
 from lowbit.distill.codec import Layout
-from lowbit.errors import DataError
+from lowbit.distill.estimators import check_targets
+from lowbit.errors import ConfigError, DataError
 
 FORMAT = "lowbit.kdcache/1"
 MANIFEST = "manifest.json"
 MAGIC = b"LBKD0001"
+TOTALS = ("rows", "entropy", "named", "rest")
+"""What a record sums over its positions that have targets: their number, entropy, named entries, rest."""
 _AGAIN = "delete the folder and run `lowbit distill cache` again, or give another cache.path"
 
 
@@ -52,7 +57,7 @@ class Shard:
     bytes: int
     sha256: str
     totals: dict[str, float]
-    """Over its positions that have targets: their number (rows), and sums of entropy, named entries and rest."""
+    """By `TOTALS`."""
 
 
 def shard_name(number: int) -> str:
@@ -65,11 +70,16 @@ def record_name(number: int) -> str:
     return f"shard-{number:05d}.json"
 
 
-def shard_size(samples: int, identity: dict[str, Any], number: int) -> tuple[int, int]:
-    """(first sample, samples) of a shard of a cache of so many samples."""
+def shard_size(identity: dict[str, Any], number: int) -> tuple[int, int]:
+    """(first sample, samples) of a shard."""
     size = int(identity["shard_samples"])
     first = number * size
-    return first, min(size, samples - first)
+    return first, min(size, int(identity["samples"]) - first)
+
+
+def shard_count(identity: dict[str, Any]) -> int:
+    """Shards of a complete cache."""
+    return -(-int(identity["samples"]) // int(identity["shard_samples"]))
 
 
 def token_checksums(batch: Batch) -> NDArray[np.uint32]:
@@ -106,12 +116,15 @@ def write_shard(
 
 def write(path: Path, pieces: Iterable[bytes]) -> None:
     """`atomic_write` whose errors name this command's setting."""
-    _naming_the_cache(lambda: atomic_write(path, pieces))
+    with naming_the_cache():
+        atomic_write(path, pieces)
 
 
-def _naming_the_cache(work: Callable[[], None]) -> None:
+@contextmanager
+def naming_the_cache() -> Iterator[None]:
+    """What the files of packed data say of their setting is said of the cache's."""
     try:
-        work()
+        yield
     except DataError as error:
         raise DataError(str(error).replace("data.cache_dir", "cache.path")) from error
 
@@ -123,7 +136,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_stamp(folder: Path, names: Sequence[str]) -> None:
     """`write_stamps` whose errors name this command's setting."""
-    _naming_the_cache(lambda: write_stamps(folder, names))
+    with naming_the_cache():
+        write_stamps(folder, names)
 
 
 # Manifest -----------------------------------------------------------------------------------------------------
@@ -134,28 +148,79 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{folder} holds no teacher's cache: {MANIFEST} is missing; make one with `lowbit distill cache`"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())}; {_AGAIN}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{path} is not of format {FORMAT}; {_AGAIN}")
     try:
         identity, shards = manifest["identity"], manifest["shards"]
-        for key in ("samples", "sequence_length", "targets", "vocab_size", "shard_samples", "seed", "micro_batch"):
-            int(identity[key])
-        Estimator(identity["estimator"])
-        float(identity["temperature"])
-        flatten(identity["data"])
-        flatten(identity["teacher"])
-        for shard in shards or ():
-            Shard(**shard)
-            int(shard["first"]) + int(shard["samples"]) + int(shard["bytes"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} was edited or damaged: {type(error).__name__} {error}; {_AGAIN}") from error
+        _check_identity(identity)
+        if not isinstance(manifest.get("versions", {}), dict):
+            raise ValueError("versions are no mapping")
+        for number, record in enumerate([] if shards is None else shards):
+            shard_of(record, identity, number)
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__} "
+        raise DataError(f"{path} was edited or damaged: {kind}{error}; {_AGAIN}") from error
     return manifest
+
+
+def shard_of(record: Any, identity: dict[str, Any], number: int) -> Shard:
+    """A record as read from a file. Raises ConfigError, TypeError, ValueError when it is not that of this shard."""
+    shard = build(Shard, record, f"shards.{number}")
+    if (shard.file, (shard.first, shard.samples)) != (shard_name(number), shard_size(identity, number)):
+        raise ValueError(f"shards.{number} is not of the samples that belong there")
+    if shard.totals.keys() != set(TOTALS):
+        raise ValueError(f"shards.{number}.totals are not {', '.join(TOTALS)}")
+    return shard
+
+
+@dataclass(frozen=True)
+class _Named:
+    """The fields of an identity that are read; the others are only compared."""
+
+    samples: int
+    sequence_length: int
+    vocab_size: int
+    targets: int
+    micro_batch: int
+    shard_samples: int
+    seed: int
+    estimator: Estimator
+    temperature: float
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class _NamedTeacher:
+    """Those of its teacher."""
+
+    digest: str
+    step: int
+    compute: str
+
+
+def _check_identity(identity: dict[str, Any]) -> None:
+    """Raises ConfigError, KeyError, TypeError, ValueError, AttributeError for what can be no cache's identity."""
+    named = build(_Named, {key: identity[key] for key in fields_of(_Named)}, "identity")
+    counts = (named.samples, named.sequence_length, named.micro_batch, named.shard_samples)
+    if not all(0 < count < 2**48 for count in counts) or not 0 <= named.seed < 2**32 or named.temperature <= 0:
+        raise ValueError("identity has a number out of its range")
+    if named.samples % named.micro_batch or named.shard_samples % named.micro_batch:
+        raise ValueError("identity.samples and shard_samples are not whole micro-batches")
+    check_targets(named.estimator, named.targets, named.vocab_size)
+    teacher, model = identity["teacher"], identity["teacher"]["model"]
+    build(_NamedTeacher, {key: teacher[key] for key in fields_of(_NamedTeacher)}, "identity.teacher")
+    build(dict[str, int], {key: model[key] for key in ("layers", "width")}, "identity.teacher.model")
+    flatten(teacher)
+    flatten(identity["data"])
+    texts = (identity["tokenizer"], identity["data"]["fingerprint"], teacher["digest"], teacher["compute"])
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a digest that is no text")
 
 
 def differing(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
@@ -210,7 +275,7 @@ class Cache:
         self.folder = folder
         self.manifest = manifest
         self.identity: dict[str, Any] = manifest["identity"]
-        self.shards = [Shard(**shard) for shard in manifest["shards"]]
+        self.shards = [shard_of(record, self.identity, i) for i, record in enumerate(manifest["shards"])]
         self.samples = int(self.identity["samples"])
         self.length = int(self.identity["sequence_length"])
         self.layout = layout_of(self.identity)
@@ -265,13 +330,13 @@ def open_cache(folder: Path, *, verify: bool = False, report: Callable[[str], No
     manifest = read_manifest(folder)
     if manifest["shards"] is None:
         done = len(list(folder.glob("shard-*.json")))
-        wanted = -(-int(manifest["identity"]["samples"]) // int(manifest["identity"]["shard_samples"]))
+        wanted = shard_count(manifest["identity"])
         raise DataError(
             f"{folder} is not finished: {done} of {wanted} shards are there; run the same `lowbit distill cache` "
             "again, which goes on from them"
         )
     cache = Cache(folder, manifest)
-    if sum(shard.samples for shard in cache.shards) != cache.samples:
+    if len(cache.shards) != shard_count(cache.identity):
         raise DataError(f"{folder / MANIFEST} was edited: its shards do not hold {cache.samples} samples; {_AGAIN}")
     files = {shard.file: (shard.bytes, shard.sha256) for shard in cache.shards}
     check_files(folder, files, _AGAIN, verify=verify, report=report)

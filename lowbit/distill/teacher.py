@@ -81,7 +81,10 @@ def open_teacher(config: TeacherConfig, engine: EngineConfig, device: torch.devi
     if not ((path / CONFIG).is_file() or is_hf_folder(path)):
         what = "it is neither the folder of a run nor of a Hugging Face model" if path.is_dir() else "no such folder"
         raise ConfigError(f"teacher.path={config.path}: {what}; give one, for example runs/pretrain")
-    run = load_run(path, config.checkpoint, str(device), precision=config.precision)
+    try:
+        run = load_run(path, config.checkpoint, str(device), precision=config.precision)
+    except ConfigError as error:
+        raise ConfigError(f"teacher: {error}") from None
     model = run.model.eval().requires_grad_(False)
     if wants_compile(engine.compile, device):
         model.compile_blocks()

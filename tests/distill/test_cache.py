@@ -3,9 +3,10 @@
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import forked
 import numpy as np
@@ -21,8 +22,10 @@ from lowbit.data.loader import SampleOrder
 from lowbit.data.verified import STAMPS
 from lowbit.distill import shards
 from lowbit.distill.codec import decode
+from lowbit.distill.inspect import statistics
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import MANIFEST, Cache, open_cache, read_manifest, token_checksums
+from lowbit.distill.student import cache_digest
 from lowbit.distill.teacher import Teacher, open_teacher
 from lowbit.errors import ConfigError, DataError, NonFiniteError
 from lowbit.trainer.exported import export, open_weights
@@ -227,9 +230,16 @@ def test_damage_is_found(made: Path) -> None:
     [
         (lambda m: m.update(format="x"), "is not of format lowbit.kdcache/1"),
         (lambda m: m.pop("identity"), "was edited or damaged: KeyError 'identity'"),
-        (lambda m: m["identity"].update(estimator="magic"), "was edited or damaged: ValueError 'magic'"),
-        (lambda m: m["identity"].update(samples="many"), "was edited or damaged: ValueError"),
+        (
+            lambda m: m["identity"].update(estimator="magic"),
+            "edited or damaged: identity.estimator=magic: expected",
+        ),
+        (
+            lambda m: m["identity"].update(samples="many"),
+            "edited or damaged: identity.samples=many: expected an int",
+        ),
         (lambda m: m["shards"].pop(), "its shards do not hold 16 samples"),
+        (lambda m: m["shards"].reverse(), "shards.0 is not of the samples that belong there"),
         (lambda m: m["shards"][0].pop("sha256"), "was edited or damaged: TypeError"),
         (lambda m: m["identity"].update(sequence_length=64), "is damaged: its index does not fit"),
     ],
@@ -241,9 +251,71 @@ def test_an_edited_manifest_is_one_line(made: Path, change: Callable[[dict], Non
     assert "\n" not in str(caught.value)
 
 
+REMOVED = object()
+ODD = [REMOVED, None, -1, 0, 1e400, 10**30, "x", [], {}, [None], True, "../../x"]
+
+
+def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where everything in nested mappings and lists is, the inner ones before what holds them."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(inner, dict | list):
+            yield from fields(inner, (*path, key))
+        yield (*path, key)
+
+
+def test_any_field_of_a_manifest_may_hold_anything(made: Path) -> None:
+    """A field that is lost or odd is one line, from whatever looks at the cache, or does not matter to it."""
+    whole = json.loads((made / MANIFEST).read_text())
+    plain = {key: whole[key] for key in whole if key != "made_with"}
+    refused = 0
+    for path in fields(plain):
+        if path[:3] == ("identity", "teacher", "model") and path[3:] not in ((), ("layers",)):
+            continue
+        if path[0] == "shards" and path[1:2] not in ((), (1,)):
+            continue
+        for value in ODD:
+            changed = json.loads(json.dumps(whole))
+            holder = changed
+            for key in path[:-1]:
+                holder = holder[key]
+            holder.pop(path[-1]) if value is REMOVED else holder.__setitem__(path[-1], value)
+            (made / MANIFEST).write_text(json.dumps(changed))
+            try:
+                cache = open_cache(made)
+                statistics(cache, made)
+                cache.read(np.arange(min(cache.samples, 16)))
+                cache_digest(cache)
+            except DataError as error:
+                assert "\n" not in str(error)
+                refused += 1
+    assert refused > 200
+
+
+@pytest.mark.parametrize("text", ["", "null", "[" * 100_000, "\0", '{"a": 1'])
+def test_json_that_is_none(made: Path, maker: Make, text: str) -> None:
+    """In the manifest one line; in the record of a finished shard, the shard is made again."""
+    whole = contents(made)
+    record = made / "shard-00001.json"
+    manifest = json.loads((made / MANIFEST).read_text())
+    (made / MANIFEST).write_text(json.dumps(manifest | {"shards": None}))
+    for number, shard in enumerate(manifest["shards"]):
+        (made / f"shard-{number:05d}.json").write_text(json.dumps(shard))
+    record.write_text(text)
+    maker(made).make()
+    assert contents(made) == whole
+    (made / MANIFEST).write_text(text)
+    with pytest.raises(DataError) as caught:
+        open_cache(made)
+    assert "\n" not in str(caught.value)
+
+
 def test_no_cache_there(tmp_path: Path, maker: Make) -> None:
-    with pytest.raises(DataError, match=r"holds no teacher's cache: manifest.json is missing; make one with"):
-        open_cache(tmp_path / "nothing")
+    (tmp_path / "letter").touch()
+    for name in ("nothing", "letter"):
+        with pytest.raises(DataError, match=r"holds no teacher's cache: manifest.json is missing; make one with"):
+            open_cache(tmp_path / name)
+    with pytest.raises(DataError, match=r"cannot write .*letter/manifest.json: .*; choose another .* cache.path"):
+        maker(tmp_path / "letter").make()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(DataError, match=r"holds something that is no teacher's cache: give another cache.path"):
