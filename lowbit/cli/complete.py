@@ -7,7 +7,7 @@ then shows it, and leaves the cursor right after the `=`. The schema is read onl
 (`lowbit.cli.candidates`): this module is imported for every command.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 COMMANDS = {
     ("pretrain",): "pretrain",
@@ -23,38 +23,27 @@ COMMANDS = {
 """Commands whose arguments are overrides, and whose settings they are."""
 
 
-def candidates(incomplete: str) -> list[str]:
-    """Everything that may stand where `incomplete` is: `model=tiny`, `optim.lr=`, `optim.muon.`, ..."""
-    from lowbit.cli.candidates import overrides_like
+def _completing(command: str) -> Callable[[str], list[str]]:
+    """Completion of the settings of a command."""
 
-    return overrides_like(incomplete)
+    def complete(incomplete: str) -> list[str]:
+        from lowbit.cli.candidates import overrides_like
+
+        return overrides_like(incomplete, command)
+
+    return complete
+
+
+candidates = _completing("pretrain")
+distill_candidates = _completing("distill")
+rl_candidates = _completing("rl")
+pipeline_candidates = _completing("pipeline")
 
 
 def plan_candidates(incomplete: str) -> list[str]:
-    """The same for `lowbit plan`, which also takes a network."""
+    """Those of `lowbit pretrain`, and a network."""
     network = ("network=25gbit", "nodes=16")
     return sorted([*candidates(incomplete), *(c for c in network if incomplete and c.startswith(incomplete))])
-
-
-def distill_candidates(incomplete: str) -> list[str]:
-    """The same for `lowbit distill`."""
-    from lowbit.cli.candidates import overrides_like
-
-    return overrides_like(incomplete, "distill")
-
-
-def rl_candidates(incomplete: str) -> list[str]:
-    """The same for `lowbit rl`."""
-    from lowbit.cli.candidates import overrides_like
-
-    return overrides_like(incomplete, "rl")
-
-
-def pipeline_candidates(incomplete: str) -> list[str]:
-    """The same for `lowbit pipeline`."""
-    from lowbit.cli.candidates import overrides_like
-
-    return overrides_like(incomplete, "pipeline")
 
 
 def answer_bash(environment: Mapping[str, str]) -> bool:

@@ -9,8 +9,7 @@ from typer.core import TyperGroup
 
 from lowbit.cli.complete import distill_candidates
 from lowbit.cli.generate import Device
-from lowbit.cli.pretrain import Shown
-from lowbit.cli.settings import TAKES_SETTINGS, settings
+from lowbit.cli.settings import TAKES_SETTINGS, Cfg, Multirun, Shown, settings
 
 if TYPE_CHECKING:
     from lowbit.cli.job import Task
@@ -40,13 +39,6 @@ Overrides = Annotated[
         distill_candidates,
     ),
 ]
-Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run every combination of comma lists.")]
-Config = Annotated[
-    Shown | None,
-    typer.Option(
-        "--cfg", help="Print the configuration and stop: as Hydra composed it (job), or resolved and checked."
-    ),
-]
 CacheFolder = Annotated[Path, typer.Argument(metavar="CACHE", help="A cache's folder.")]
 
 
@@ -57,19 +49,19 @@ class _Work(StrEnum):
 
 
 @app.command("run", hidden=True, context_settings=TAKES_SETTINGS)
-def run(overrides: Overrides = None, multirun: Multirun = False, cfg: Config = None) -> None:
+def run(overrides: Overrides = None, multirun: Multirun = False, cfg: Cfg = None) -> None:
     """Train a teacher where none is named, store its targets, and train a student from them."""
     _do(_Work.run, overrides, multirun, cfg)
 
 
 @app.command("cache", context_settings=TAKES_SETTINGS)
-def cache(overrides: Overrides = None, multirun: Multirun = False, cfg: Config = None) -> None:
+def cache(overrides: Overrides = None, multirun: Multirun = False, cfg: Cfg = None) -> None:
     """Store a teacher's targets. Killed, the same command goes on; started several times, they share the work."""
     _do(_Work.cache, overrides, multirun, cfg)
 
 
 @app.command("train", context_settings=TAKES_SETTINGS)
-def train(overrides: Overrides = None, multirun: Multirun = False, cfg: Config = None) -> None:
+def train(overrides: Overrides = None, multirun: Multirun = False, cfg: Cfg = None) -> None:
     """Train a student from a cache (cache.path=...)."""
     _do(_Work.train, overrides, multirun, cfg)
 
@@ -110,13 +102,7 @@ def verify(
 def _do(work: _Work, overrides: list[str] | None, multirun: bool, cfg: Shown | None) -> None:
     from lowbit.cli import job
 
-    task, given = _task(work), overrides or []
-    if cfg is not None:
-        job.print_config(given, multirun=multirun, resolved=cfg is Shown.resolved, task=task)
-    elif multirun:
-        job.run_sweep(given, task)
-    else:
-        job.run_one(given, task)
+    job.run(overrides or [], _task(work), multirun=multirun, cfg=cfg)
 
 
 def _task(work: _Work) -> "Task":

@@ -1,4 +1,4 @@
-"""Pretraining jobs under Hydra: one run, or a sweep of them.
+"""Jobs under Hydra: one run of a command, or a sweep of them.
 
 Hydra provides the run's folder, `.hydra/`, logging and multirun with its sweeper and launcher plug-ins. It is called
 the way it wants to be called (`hydra.main` reading `sys.argv`), but only after every configuration has been composed
@@ -21,6 +21,7 @@ from typing import Any
 
 from lowbit.cli import torchrun
 from lowbit.cli.ending import say
+from lowbit.cli.settings import Shown
 from lowbit.cli.start import with_start
 from lowbit.configs.compose import CONFIG_MODULE, compose_for, compose_tree, to_config
 from lowbit.configs.overrides import PRETRAIN, Command, expand_sweep, for_hydra, sweep_keys
@@ -89,6 +90,16 @@ def checked(overrides: Sequence[str], task: Task = PRETRAINING) -> RunConfig:
     if task.joined:
         check_world(config, torchrun.ranks_of(config))
     return config
+
+
+def run(given: Sequence[str], task: Task = PRETRAINING, *, multirun: bool = False, cfg: Shown | None = None) -> None:
+    """What a command does with its settings and options: prints the configuration, or does one job or a sweep."""
+    if cfg is not None:
+        print_config(given, multirun=multirun, resolved=cfg is Shown.resolved, task=task)
+    elif multirun:
+        run_sweep(given, task)
+    else:
+        run_one(given, task)
 
 
 def print_config(overrides: Sequence[str], *, multirun: bool, resolved: bool, task: Task = PRETRAINING) -> None:

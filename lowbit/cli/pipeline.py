@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowbit.cli.complete import pipeline_candidates
-from lowbit.cli.pretrain import Shown
-from lowbit.cli.settings import settings
+from lowbit.cli.settings import Cfg, Multirun, settings
 
 if TYPE_CHECKING:
     from lowbit.cli.job import Task
@@ -26,11 +25,8 @@ def pipeline(
     plan: Annotated[
         bool, typer.Option("--plan", help="Print tokens, FLOPs, memory, disk and least time of each stage, and stop.")
     ] = False,
-    multirun: Annotated[bool, typer.Option("--multirun", "-m", help="Run every combination of comma lists.")] = False,
-    cfg: Annotated[
-        Shown | None,
-        typer.Option(help="Print the configuration and stop: as Hydra composed it (job), or resolved and checked."),
-    ] = None,
+    multirun: Multirun = False,
+    cfg: Cfg = None,
 ) -> None:
     """Pretrain a teacher, distil a student from it, and train the student by rewards.
 
@@ -40,14 +36,10 @@ def pipeline(
     from lowbit.cli import job
 
     task, given = _task(), overrides or []
-    if cfg is not None:
-        job.print_config(given, multirun=multirun, resolved=cfg is Shown.resolved, task=task)
-    elif plan:
+    if plan and cfg is None:
         _print_plan(given, multirun, task)
-    elif multirun:
-        job.run_sweep(given, task)
     else:
-        job.run_one(given, task)
+        job.run(given, task, multirun=multirun, cfg=cfg)
 
 
 def stage(

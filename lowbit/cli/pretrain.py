@@ -1,19 +1,8 @@
 """`lowbit pretrain`: check everything, then let Hydra run the job (`lowbit.cli.job`)."""
 
-from enum import StrEnum
 from typing import Annotated
 
-import typer
-
-from lowbit.cli.settings import settings
-
-
-class Shown(StrEnum):
-    """What `--cfg` prints."""
-
-    job = "job"
-    resolved = "resolved"
-
+from lowbit.cli.settings import Cfg, Multirun, settings
 
 Overrides = Annotated[
     list[str] | None,
@@ -23,11 +12,8 @@ Overrides = Annotated[
 
 def pretrain(
     overrides: Overrides = None,
-    multirun: Annotated[bool, typer.Option("--multirun", "-m", help="Run every combination of comma lists.")] = False,
-    cfg: Annotated[
-        Shown | None,
-        typer.Option(help="Print the configuration and stop: as Hydra composed it (job), or resolved and checked."),
-    ] = None,
+    multirun: Multirun = False,
+    cfg: Cfg = None,
 ) -> None:
     """Train a model from scratch, or go on with a run.
 
@@ -36,10 +22,4 @@ def pretrain(
     """
     from lowbit.cli import job
 
-    given = overrides or []
-    if cfg is not None:
-        job.print_config(given, multirun=multirun, resolved=cfg is Shown.resolved)
-    elif multirun:
-        job.run_sweep(given)
-    else:
-        job.run_one(given)
+    job.run(overrides or [], multirun=multirun, cfg=cfg)

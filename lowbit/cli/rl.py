@@ -3,11 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from lowbit.cli.complete import rl_candidates
-from lowbit.cli.pretrain import Shown
-from lowbit.cli.settings import settings
+from lowbit.cli.settings import Cfg, Multirun, settings
 
 if TYPE_CHECKING:
     from lowbit.cli.job import Task
@@ -23,11 +20,8 @@ Overrides = Annotated[
 
 def rl(
     overrides: Overrides = None,
-    multirun: Annotated[bool, typer.Option("--multirun", "-m", help="Run every combination of comma lists.")] = False,
-    cfg: Annotated[
-        Shown | None,
-        typer.Option(help="Print the configuration and stop: as Hydra composed it (job), or resolved and checked."),
-    ] = None,
+    multirun: Multirun = False,
+    cfg: Cfg = None,
 ) -> None:
     """Post-train a model by rewards that can be checked, with a sampler and a trainer in a precision each.
 
@@ -35,13 +29,7 @@ def rl(
     """
     from lowbit.cli import job
 
-    task, given = _task(), overrides or []
-    if cfg is not None:
-        job.print_config(given, multirun=multirun, resolved=cfg is Shown.resolved, task=task)
-    elif multirun:
-        job.run_sweep(given, task)
-    else:
-        job.run_one(given, task)
+    job.run(overrides or [], _task(), multirun=multirun, cfg=cfg)
 
 
 def _task() -> "Task":

@@ -1,7 +1,8 @@
-"""The `KEY=VALUE` arguments that several commands take: how they are declared, completed and read."""
+"""What commands that train take: `KEY=VALUE` arguments (declared, completed and read here), `-m` and `--cfg`."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,22 @@ if TYPE_CHECKING:
 
 TAKES_SETTINGS = {"ignore_unknown_options": True}
 """Context of commands that take settings: they get unknown options too, to answer them with the key that was meant."""
+
+
+class Shown(StrEnum):
+    """What `--cfg` prints."""
+
+    job = "job"
+    resolved = "resolved"
+
+
+Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run every combination of comma lists.")]
+Cfg = Annotated[
+    Shown | None,
+    typer.Option(
+        "--cfg", help="Print the configuration and stop: as Hydra composed it (job), or resolved and checked."
+    ),
+]
 
 
 def settings(help: str, complete: Callable[[str], list[str]] = candidates) -> Any:
