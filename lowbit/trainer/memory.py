@@ -11,6 +11,7 @@ import torch
 
 from lowbit.configs.schema import Recompute, RunConfig
 from lowbit.errors import OutOfMemoryError
+from lowbit.trainer.hardware import device_memory, device_name
 from lowbit.trainer.plan import plan
 
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
@@ -29,6 +30,17 @@ def explain_out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
         if CPU_ALLOCATOR not in str(error):
             raise
         raise OutOfMemoryError(advice()) from error
+
+
+def ran_out(config: RunConfig, vocab_size: int, dtype: torch.dtype, device: torch.device, *, saved: bool) -> str:
+    """A training run's advice: where it was, what to change, and how to go on. saved: there is a checkpoint."""
+    change = what_to_change(config, vocab_size, dtype.itemsize, device_memory(device))
+    go_on = "; the newest checkpoint is intact and the same command goes on from it" if saved else ""
+    return (
+        f"{device_name(device)} ran out of memory at batch.micro_batch={config.batch.micro_batch}, "
+        f"data.sequence_length={config.data.sequence_length}, engine.recompute={config.engine.recompute.value}: "
+        f"{change} (`lowbit plan` with the same overrides says what takes how much){go_on}"
+    )
 
 
 def what_to_change(config: RunConfig, vocab_size: int, compute_bytes: int, memory_bytes: int | None) -> str:

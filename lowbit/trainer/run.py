@@ -40,8 +40,6 @@ from lowbit.trainer.guard import require_finite
 from lowbit.trainer.hardware import (
     MFU_FORMULA,
     compute_dtype,
-    device_memory,
-    device_name,
     peak_flops,
     pick_device,
     set_deterministic,
@@ -53,7 +51,7 @@ from lowbit.trainer.layer_metrics import without_state
 from lowbit.trainer.loaded import build_model, shown_path
 from lowbit.trainer.lock import RunLock
 from lowbit.trainer.loop import Hooks, Position, Trainer
-from lowbit.trainer.memory import explain_out_of_memory, what_to_change
+from lowbit.trainer.memory import explain_out_of_memory, ran_out
 from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog, NoLog
 from lowbit.trainer.objective import NextToken, Objective
@@ -199,13 +197,7 @@ class Pretraining:
         vocab_size = config.data.tokenizer.vocab_size if self.loader is None else self.data.tokenizer.vocab_size
         with suppress(CheckpointError):  # one that failed is not in the list
             self.store.wait()
-        change = what_to_change(config, vocab_size, self.dtype.itemsize, device_memory(self.device))
-        saved = "; the newest checkpoint is intact and the same command goes on from it" if self.store.list() else ""
-        return (
-            f"{device_name(self.device)} ran out of memory at batch.micro_batch={config.batch.micro_batch}, "
-            f"data.sequence_length={config.data.sequence_length}, engine.recompute={config.engine.recompute.value}: "
-            f"{change} (`lowbit plan` with the same overrides says what takes how much){saved}"
-        )
+        return ran_out(config, vocab_size, self.dtype, self.device, saved=bool(self.store.list()))
 
     # Building -------------------------------------------------------------------------------------------------
 
