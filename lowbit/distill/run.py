@@ -14,7 +14,7 @@ import torch
 
 from lowbit.configs.schema import CheckpointConfig
 from lowbit.configs.schema_distill import DistillConfig
-from lowbit.configs.validate_distill import student_tokens, teacher_config
+from lowbit.configs.validate_distill import student_config, student_tokens, teacher_config
 from lowbit.data.dataset import prepare_data
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import Cache
@@ -27,6 +27,7 @@ from lowbit.trainer.hardware import set_deterministic
 from lowbit.trainer.launch import Place, local_device, open_ranks
 from lowbit.trainer.loaded import shown_path
 from lowbit.trainer.memory import explain_out_of_memory
+from lowbit.trainer.resume import check_settings
 from lowbit.trainer.run import RunResult, execute, pretrain_on
 
 logger = logging.getLogger("lowbit")
@@ -69,6 +70,8 @@ def everything(config: DistillConfig, run_dir: Path) -> RunResult:
     """A teacher, if none is named; its cache; the student. What is finished already is not done again."""
     with open_ranks(config) as (ranks, device):
         run_dir = Path(ranks.share(str(run_dir)))
+        student, store = student_config(config), CheckpointStore(run_dir / "checkpoints", config.checkpoint)
+        ranks.first_does(lambda: check_settings(student, store))  # before teacher, data and cache are made for nothing
         config = with_teacher(config, run_dir, ranks, device)
         cache(config, run_dir, device)
         ranks.gather("cached")  # nobody goes on before all are done

@@ -302,3 +302,15 @@ def test_everything_trains_a_teacher_caches_and_trains(distillation: DistillConf
     again = distill.everything(config, tmp_path / "all")
     assert again.val_bpb == result.val_bpb
     assert times == [p.stat().st_mtime_ns for p in (made, tmp_path / "all" / "teacher" / "config.yaml")]
+
+
+def test_other_settings_are_refused_before_anything_is_made(
+    teacher_run: Path, distillation: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that holds a run of other data: no teacher is trained, nothing is packed or cached for it."""
+    for name in ("with_teacher", "cache"):
+        monkeypatch.setattr(distill, name, None)
+    shutil.copytree(teacher_run, tmp_path / "run")
+    other = replace(distillation, data=replace(distillation.data, held_out=0.3))
+    with pytest.raises(CheckpointError, match=r"data\.held_out: .* 0\.3 now.*resume_allow=\[data\]"):
+        distill.everything(other, tmp_path / "run")
