@@ -22,8 +22,7 @@ from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Loader, SampleOrder
 from lowbit.data.permutation import Permutation
 from lowbit.distill.codec import Layout, decode
-from lowbit.distill.shards import Cache, token_checksums
-from lowbit.errors import DataError
+from lowbit.distill.shards import Cache, require_text
 from lowbit.models.sparse_head import SparseTargets
 
 
@@ -118,15 +117,9 @@ class CachedLoader(Loader):
     def _make(self, samples: NDArray[np.int64]) -> Batch:
         cached = self.cached_samples(samples)
         batch = self._dataset.training_batch(*self._cached.locate(cached))
-        sums = token_checksums(batch)
         rows = []
         for cache in self._caches:
             packed = cache.read(cached)
-            wrong = (packed.checksums != sums).nonzero()[0]
-            if len(wrong):
-                raise DataError(
-                    f"{cache.folder}: sample {cached[wrong[0]]} was made from other text than the data have there: "
-                    "the rows do not belong to these tokens; make the cache again"
-                )
+            require_text(cache, cached, packed, batch)
             rows.append(StoredRows(cache.layout, packed.words, packed.starts))
         return DistilledBatch(**vars(batch), rows=tuple(rows))

@@ -17,7 +17,7 @@ from lowbit.data.loader import SampleOrder
 from lowbit.data.permutation import Permutation
 from lowbit.distill.codec import decode
 from lowbit.distill.making import CacheMaker
-from lowbit.distill.shards import Cache, require_same
+from lowbit.distill.shards import Cache, require_same, require_text
 from lowbit.distill.teacher import open_teacher
 from lowbit.errors import ConfigError, DataError
 from lowbit.trainer.hardware import pick_device
@@ -100,8 +100,9 @@ def rescore(cache: Cache, samples: int, seed: int, device: str, teacher_path: st
     chosen = Permutation(groups, "verify", seed)(np.arange(min(groups, -(-samples // size)), dtype=np.int64))
     for first in (chosen * size).tolist():
         numbers = np.arange(first, first + size, dtype=np.int64)
-        words, sizes, _ = maker.rows(data.training_batch(*order.locate(numbers)), first)
-        stored = cache.read(numbers)
+        batch, stored = data.training_batch(*order.locate(numbers)), cache.read(numbers)
+        require_text(cache, numbers, stored, batch)
+        words, sizes, _ = maker.rows(batch, first)
         words, starts = words.to(torch.int32).cpu(), (sizes.cumsum(0) - sizes).cpu()
         pairs = zip(_split(words, starts), _split(stored.words, stored.starts), strict=True)
         same += sum(torch.equal(here, there) for here, there in pairs)

@@ -15,7 +15,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import lowbit
+from lowbit.configs.paths import with_absolute_paths
 from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.stored import plain
 from lowbit.data.batch import Batch
@@ -78,7 +79,8 @@ class CacheMaker:
         """
         config = settings.cache
         self.folder, self.config, self.teacher, self.dataset = folder, config, teacher, dataset
-        self._made_with = {"data": plain(settings.data), "teacher": plain(settings.teacher)}
+        source = replace(settings.teacher, path=str(Path(settings.teacher.path).expanduser().absolute()))
+        self._made_with = {"data": plain(with_absolute_paths(settings).data), "teacher": plain(source)}
         vocab_size, length = dataset.tokenizer.vocab_size, dataset.sequence_length
         teacher.require_tokenizer(dataset.tokenizer.digest, vocab_size)
         check_targets(config.estimator, config.targets, vocab_size)

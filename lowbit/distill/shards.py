@@ -88,6 +88,16 @@ def token_checksums(batch: Batch) -> NDArray[np.uint32]:
     return np.array([zlib.crc32(row.astype("<i4").tobytes()) for row in rows], dtype="<u4")
 
 
+def require_text(cache: "Cache", samples: NDArray[np.int64], stored: "Packed", batch: Batch) -> None:
+    """Raises DataError when stored samples [B] were made from other text than a batch on the CPU holds there."""
+    wrong = (stored.checksums != token_checksums(batch)).nonzero()[0]
+    if len(wrong):
+        raise DataError(
+            f"{cache.folder}: sample {samples[wrong[0]]} was made from other text than the data have there: "
+            "the rows do not belong to these tokens; make the cache again"
+        )
+
+
 # Writing ------------------------------------------------------------------------------------------------------
 
 

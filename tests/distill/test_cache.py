@@ -22,7 +22,7 @@ from lowbit.data.loader import SampleOrder
 from lowbit.data.verified import STAMPS
 from lowbit.distill import shards
 from lowbit.distill.codec import decode
-from lowbit.distill.inspect import statistics
+from lowbit.distill.inspect import rescore, statistics
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import MANIFEST, Cache, open_cache, read_manifest, token_checksums
 from lowbit.distill.student import cache_digest
@@ -289,6 +289,36 @@ def test_any_field_of_a_manifest_may_hold_anything(made: Path) -> None:
                 assert "\n" not in str(error)
                 refused += 1
     assert refused > 200
+
+
+def test_a_shard_of_another_cache_is_not_verified(made: Path, maker: Make, tmp_path: Path) -> None:
+    """Its hash put into the manifest, too: the samples' checksums tell."""
+    assert rescore(open_cache(made), 16, 1, "cpu").identical == 16
+    maker(tmp_path / "other", seed=2).make()
+    name = "shard-00001.targets"
+    (made / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    records = json.loads((tmp_path / "other" / MANIFEST).read_text())["shards"]
+    edit(made, lambda m: m["shards"].__setitem__(1, records[1]))
+    with pytest.raises(DataError, match=r"sample \d+ was made from other text than the data have there"):
+        rescore(open_cache(made, verify=True), 16, 1, "cpu")
+
+
+def test_a_cache_is_verified_from_any_folder(
+    distillation: DistillConfig, teacher: Teacher, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths of the teacher and the data are kept as absolute ones."""
+    monkeypatch.chdir("/")
+    data = distillation.data
+    corpus = data.sources["files"]
+    near = replace(data, sources={"files": replace(corpus, path=corpus.path.lstrip("/"))})
+    config = replace(
+        distillation,
+        data=replace(near, cache_dir=data.cache_dir.lstrip("/")),
+        teacher=replace(distillation.teacher, path=distillation.teacher.path.lstrip("/")),
+    )
+    cache = CacheMaker(tmp_path / "c", config, 512, teacher, dataset).make()
+    monkeypatch.chdir(tmp_path)
+    assert rescore(cache, 4, 1, "cpu").identical == 4
 
 
 @pytest.mark.parametrize("text", ["", "null", "[" * 100_000, "\0", '{"a": 1'])
