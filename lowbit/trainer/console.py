@@ -28,6 +28,7 @@ STEP_RECORD = "lowbit_step"
 SHOWN = {
     "loss": ("loss", "{:.4f}"),
     "kl": ("kl", "{:.4f}"),
+    "kl_se": ("±", "{:.4f}"),
     "val_bpb": ("val_bpb", "{:.4f}"),
     "reward": ("reward", "{:.3f}"),
     "val_accuracy": ("held-out accuracy", "{:.1%}"),

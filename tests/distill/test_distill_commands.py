@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_the_whole_story(place: Path) -> None:
     assert code == 0, err
     assert "teacher: none is named, so one is trained first (5 steps)" in out
     assert "cache runs/first/cache: 512 positions, 16 targets by varopt" in out
-    assert "step 4 loss" in out and " kl " in out
+    assert "step 4 loss" in out and re.search(r" kl -?[\d.]+ ± [\d.]+ ", out)
     run = place / "runs" / "first"
     assert {"config.yaml", "distill.yaml", "metrics.jsonl", "checkpoints", "cache", "teacher"} <= {
         p.name for p in run.iterdir()
