@@ -191,25 +191,19 @@ class _Tile(NamedTuple):
 def _tile(spec: QuantSpec | None, block_rows: int, row_major: bool, rotation: int, element_size: int) -> _Tile:
     """The fastest of a dozen on an H200 for BF16 [32768, 1280] (docs/LOG.md); the numbers are the same in each.
 
-    Where a row is rotated or sums run along it, they are additions of one thread's registers; otherwise sixteen threads
-    share a row, or, where columns are what lies together in memory, eight.
+    Sixteen threads share a row, eight where it is rotated by 128. Where columns are what lies together in memory, eight
+    do, and a row that is rotated is one thread's: an exchange between threads would go through shared memory there.
     """
     run = 16 // element_size  # what a thread loads at once
     rounding = None if spec is None else spec.rounding
     if block_rows > 1:
         rows = max(block_rows, 16 if row_major else 32)
         return _Tile(rows, 128, 128, 2 if rows <= 32 else 8)
-    if rounding is Rounding.MS_EDEN_PUBLISHED:  # its sums in FP64 take two threads' registers
-        return _Tile(64, 2 * run, run, 4) if row_major else _Tile(64, 2, 2, 4)
-    if rotation == 128:
-        return _Tile(128, run, run, 4) if row_major else _Tile(64, 1, 1, 2)
     if row_major:
-        return _Tile(16, 8 * run, run, 4)
+        return _Tile(16, 4 * run, run, 2) if rotation == 128 else _Tile(16, 8 * run, run, 4)
     if rotation:
         return _Tile(64, 1, 1, 2)
-    if rounding in FOUR_OVER_SIX:
-        return _Tile(32, 128, 128, 8)
-    return _Tile(32, 8, 8, 4)
+    return _Tile(32, 128, 128, 8) if rounding in FOUR_OVER_SIX else _Tile(32, 8, 8, 4)
 
 
 @cache
