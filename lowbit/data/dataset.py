@@ -29,7 +29,7 @@ from lowbit.data.permutation import Permutation
 from lowbit.data.shards import PackedSource, TokenStream
 from lowbit.data.sources import Listing, list_source, read_documents
 from lowbit.data.storage import folder_lock
-from lowbit.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, take_bytes, train_bpe
+from lowbit.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, take_bytes, train_bpe, trained_here
 from lowbit.data.trigram import TrigramModel
 from lowbit.data.worker import held_out_key
 from lowbit.errors import ConfigError, DataError
@@ -252,14 +252,14 @@ def prepare_tokenizer(config: DataConfig, listings: list[Listing], report: Calla
             raise ConfigError("data.tokenizer.path is empty: set it to a tokenizer.json or a folder that holds one")
         return load_tokenizer(wanted.path, wanted.eot)
     folder = Path(wanted.path).expanduser() if wanted.path else _tokenizer_folder(config, listings)
-    if folder.is_file() or ((folder / "tokenizer.json").is_file() and not (folder / "lowbit.json").is_file()):
+    if folder.is_file() or ((folder / "tokenizer.json").is_file() and not trained_here(folder)):
         raise ConfigError(
             f"data.tokenizer.path={wanted.path or folder} holds a tokenizer that was not trained here: use it with "
             "data.tokenizer.kind=file, or train into another folder"
         )
-    if not (folder / "lowbit.json").is_file():
+    if not trained_here(folder):
         with folder_lock(folder, report):
-            if not (folder / "lowbit.json").is_file():
+            if not trained_here(folder):
                 report(f"tokenizer: training a byte-level BPE of {wanted.vocab_size} tokens")
                 train_bpe(_training_sample(config, listings), wanted.vocab_size).save(folder)
     tokenizer = load_tokenizer(folder)

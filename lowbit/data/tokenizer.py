@@ -264,6 +264,11 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def trained_here(folder: Path | str) -> bool:
+    """Whether a folder holds a tokenizer that `Tokenizer.save` wrote."""
+    return (Path(folder).expanduser() / "lowbit.json").is_file()
+
+
 def load_tokenizer(path: Path | str, eot: str | None = None) -> Tokenizer:
     """Load a `tokenizer.json`, or a folder that holds one (Hugging Face's, or one written by `Tokenizer.save`).
 

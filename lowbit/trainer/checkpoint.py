@@ -17,8 +17,10 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,15 @@ from torch import Tensor
 from lowbit.configs.schema import CheckpointConfig
 from lowbit.data.storage import sync_folder
 from lowbit.errors import CheckpointError
-from lowbit.trainer.snapshot import MANIFEST, Manifest, Snapshot, read_manifest, read_snapshot, write_snapshot
+from lowbit.trainer.snapshot import (
+    MANIFEST,
+    Manifest,
+    Snapshot,
+    read_manifest,
+    read_meta,
+    read_snapshot,
+    write_snapshot,
+)
 
 __all__ = ["CheckpointStore", "Snapshot"]
 
@@ -212,6 +222,17 @@ class CheckpointStore:
             if any(folder.glob("step_*")):
                 return folder
         raise CheckpointError(f"{path} is neither a checkpoint nor a folder with checkpoints")
+
+    def peek(self, place: Path) -> dict[str, Any] | None:
+        """The meta of a checkpoint, or of the newest that can be read in a folder of them, without its tensors.
+
+        None where none can be read, which is for `load` to say.
+        """
+        paths = [place] if _is_checkpoint(place) else CheckpointStore(place, self._config).list()
+        for path in reversed(paths):
+            with suppress(CheckpointError):
+                return read_meta(path)
+        return None
 
     def _load_newest(self, weights_only: bool) -> Snapshot:
         paths = self.list()

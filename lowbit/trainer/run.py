@@ -56,7 +56,7 @@ from lowbit.trainer.meters import StepMeter
 from lowbit.trainer.metrics import MetricsLog, NoLog
 from lowbit.trainer.objective import NextToken, Objective
 from lowbit.trainer.precision import RunPrecision, check_precision
-from lowbit.trainer.resume import check_settings, fits, open_snapshot
+from lowbit.trainer.resume import check_settings, data_settings, fits, open_snapshot
 from lowbit.trainer.schedule import limits_reached, sequences_at
 from lowbit.trainer.spikes import SpikeScore
 from lowbit.trainer.stabilise import Stabilisers
@@ -308,6 +308,7 @@ class Pretraining:
                 "spike": position.spike.as_dict(),
                 "cursor": self.loader.cursor.as_dict(),
                 "identity": self._identity(),
+                "settings": data_settings(self.config.data),
                 "vocab_size": self.data.tokenizer.vocab_size,
                 "final_bpb": self._final_bpb,
                 "precision": self.precision.state(),

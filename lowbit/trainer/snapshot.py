@@ -122,6 +122,18 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def read_meta(folder: Path) -> dict[str, Any]:
+    """A checkpoint's meta alone, checked against its hash. Raises CheckpointError."""
+    record = read_manifest(folder).files.get(META)
+    try:
+        if record is None or hash_file(folder / META) != record:
+            raise CheckpointError(f"{folder / META} is not what was written: its SHA-256 differs from the manifest")
+        meta: dict[str, Any] = json.loads((folder / META).read_bytes())["meta"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder / META} cannot be read: {_why(error)}") from None
+    return meta
+
+
 def read_snapshot(folder: Path, weights_only: bool = False) -> Snapshot:
     """Read a checkpoint, each file checked against its hash first; CheckpointError names the damaged file.
 

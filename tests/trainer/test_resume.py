@@ -1,8 +1,10 @@
 """Which checkpoint a run goes on from, and that a run that may not is refused before its data are made."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_runs
@@ -16,10 +18,12 @@ from lowbit.configs.schema import (
     TokenizerConfig,
     TokenizerKind,
 )
+from lowbit.configs.stored import to_yaml
 from lowbit.data.tokenizer import train_bpe
 from lowbit.errors import CheckpointError
 from lowbit.trainer import run as run_module
 from lowbit.trainer.files import CONFIG
+from lowbit.trainer.resume import data_settings
 from lowbit.trainer.run import pretrain
 
 VOCABULARY = 264
@@ -146,16 +150,90 @@ def test_what_changes_nothing_is_no_difference(trained: tuple[RunConfig, Path], 
     assert pretrain(replace(config, resume=str(run_dir), max_steps=3), tmp_path / "new").step == 3
 
 
-def test_without_the_runs_configuration_the_checkpoint_alone_is_asked(
-    trained: tuple[RunConfig, Path], tmp_path: Path
-) -> None:
-    """A step's folder that was copied away has none; an edited one that cannot be read is no reason to stop."""
+NO_CHANGES: dict[str, Callable[[RunConfig, Path], RunConfig]] = {
+    "fields of files without fields": lambda c, _: _source(c, text_field="body", subset="a", split="b"),
+    "cuts of files that are shorter": lambda c, _: _source(c, document_bytes=100_000),
+    "one shard either way": lambda c, _: _data(c, shard_tokens=1_000_000),
+    "the bound of a training that was": lambda c, run_dir: _tokens(c, path=str(run_dir / "tokenizer"), train_bytes=9),
+}
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_settings_without_effect_may_change(trained: tuple[RunConfig, Path], tmp_path: Path, change: str) -> None:
     config, run_dir = trained
-    step = tmp_path / "kept" / "step_00000002"
-    step.parent.mkdir()
-    step.symlink_to(run_dir / "checkpoints" / "step_00000002")
-    for resume in (step, step.parent):
-        with pytest.raises(CheckpointError, match=r"document_mask.*\[data\]"):
-            pretrain(replace(_data(config, document_mask=False), resume=str(resume)), tmp_path / "new")
-    (tmp_path / CONFIG).write_text("nonsense: [")
-    assert pretrain(replace(config, resume=str(step), max_steps=3), tmp_path / "new").step == 3
+    other = NO_CHANGES[change](replace(config, resume=str(run_dir), max_steps=3), run_dir)
+    assert pretrain(other, tmp_path / "new").step == 3
+
+
+def test_settings_with_an_effect_are_told_from_those_without(
+    trained: tuple[RunConfig, Path], no_data: None, tmp_path: Path
+) -> None:
+    """The same settings as above, of files and shards that they do change."""
+    config, run_dir = trained
+    lines = tmp_path / "lines"
+    lines.mkdir()
+    (lines / "a.jsonl").write_text('{"text": "a"}\n')
+    (lines / "b.txt").write_text("line\n" * 100)
+    for change, message in (
+        (_source(config, path=str(lines), text_field="body"), r'text_field: "text" in .*, "body" now'),
+        (_source(config, path=str(lines), document_bytes=200), r"document_bytes: 1048576 in .*, 200 now"),
+        (_data(config, shard_tokens=1000), r"shard_tokens: 16777216 in .*, 1000 now"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            pretrain(replace(change, max_steps=3), run_dir)
+
+
+def test_a_local_data_set_may_move_or_be_written_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "moved").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def described(path: str) -> dict[str, Any]:
+        data = DataConfig(sources={"a": SourceConfig(kind=SourceKind.huggingface, path=path)})
+        return data_settings(data)["data"]["sources"]
+
+    local = described(str(tmp_path / "set"))
+    assert all(described(path) == local for path in ("set", "./set", "../" + tmp_path.name + "/set", "moved"))
+    assert described("owner/name")["a"]["path"] == "owner/name"
+
+
+def test_the_checkpoint_says_what_it_was_trained_with(trained: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    """Its folder's config.yaml may be another start's, that was killed before it saved; edited; or not there at all."""
+    config, _ = trained
+    run_dir = tmp_path / "run"
+    pretrain(config, run_dir)
+    other = _data(replace(config, model=replace(config.model, norm_eps=1e-3)), held_out=0.3, document_mask=False)
+    for text in (to_yaml(other), "nonsense: [", None):
+        if text is None:
+            (run_dir / CONFIG).unlink()
+        else:
+            (run_dir / CONFIG).write_text(text)
+        with pytest.raises(CheckpointError, match=r"held_out: 0\.1 in the checkpoint, 0\.3 now.*\[data,model\]"):
+            pretrain(replace(other, resume=str(run_dir / "checkpoints"), max_steps=3), tmp_path / "new")
+    (run_dir / CONFIG).write_text(to_yaml(other))
+    assert pretrain(replace(config, max_steps=3), run_dir).step == 3
+
+
+def test_a_damaged_newest_checkpoint_is_not_the_one_asked(
+    trained: tuple[RunConfig, Path], no_data: None, tmp_path: Path
+) -> None:
+    config, run_dir = trained
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    newest = copy / "checkpoints" / "step_00000009"
+    shutil.copytree(copy / "checkpoints" / "step_00000002", newest)
+    (newest / "meta.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"held_out: 0\.1 in the checkpoint"):
+        pretrain(replace(_data(config, held_out=0.3), max_steps=3), copy)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_asked_later(
+    trained: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = trained
+    monkeypatch.setattr(run_module, "data_settings", lambda _: None)
+    pretrain(config, tmp_path / "run")
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"document_mask.*\[data\]"):
+        pretrain(replace(_data(config, document_mask=False), max_steps=3), tmp_path / "run")
+    assert pretrain(replace(config, max_steps=3), tmp_path / "run").step == 3
