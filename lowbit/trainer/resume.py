@@ -78,7 +78,8 @@ def check_settings(config: RunConfig, store: CheckpointStore) -> None:
 
 def data_settings(config: DataConfig) -> dict[str, Any]:
     """What a checkpoint remembers of the settings that decide which tokens are trained on, and in which sequences."""
-    shares = Mixture([source.weight for source in config.sources.values()]).shares
+    weights = [source.weight for source in config.sources.values()]  # of a run from rewards there are none
+    shares = Mixture(weights).shares if weights else []
     sources = zip(config.sources.items(), shares, strict=True)
     tokenizer = config.tokenizer
     return {

@@ -214,6 +214,10 @@ def test_the_checkpoint_says_what_it_was_trained_with(trained: tuple[RunConfig, 
     assert pretrain(replace(config, max_steps=3), run_dir).step == 3
 
 
+def test_a_run_without_documents_has_settings_too() -> None:
+    assert data_settings(DataConfig(sources={}))["data"]["sources"] == {}
+
+
 def test_a_damaged_newest_checkpoint_is_not_the_one_asked(
     trained: tuple[RunConfig, Path], no_data: None, tmp_path: Path
 ) -> None:
