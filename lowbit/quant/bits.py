@@ -81,13 +81,16 @@ def round_to_bf16(x: Tensor) -> Tensor:
     return from_pattern(rounded | (bits & SIGN))
 
 
+def check_readable(dtype: torch.dtype) -> None:
+    """Raise TypeError for a type that no quantiser reads."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"a quantiser reads bfloat16 or float32, not {dtype}: convert the tensor first")
+
+
 def read_bf16(x: Tensor) -> Tensor:
     """What every quantiser reads: BF16, held as FP32. An FP32 input is rounded; other types are refused."""
-    if x.dtype == torch.bfloat16:
-        return x.float()
-    if x.dtype == torch.float32:
-        return round_to_bf16(x)
-    raise TypeError(f"a quantiser reads bfloat16 or float32, not {x.dtype}: convert the tensor first")
+    check_readable(x.dtype)
+    return x.float() if x.dtype == torch.bfloat16 else round_to_bf16(x)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowbit.errors import ConfigError
 from lowbit.models.layers import GroupedLinear
 from lowbit.quant.grouped_products import grouped_products, groups_of
-from lowbit.quant.linear import check_shape
+from lowbit.quant.linear import check_input, check_shape
 from lowbit.quant.linear_products import forward_product, rotation_signs
 from lowbit.quant.philox import Product, Side, Stream, make_key
 from lowbit.quant.policy import EMULATED, LinearPolicy
@@ -84,6 +84,8 @@ class LowbitGroupedLinear(GroupedLinear):
             return tuple(linear(x, offsets) for linear in (self, *others))
         if not self.policy.quantised:
             return tuple(GroupedLinear.forward(layer, x, offsets) for layer in layers)
+        for layer in layers:
+            check_input(x, layer.in_features)
         if self.frozen is not None:
             return tuple(layer._frozen_product(x, offsets) for layer in layers)
         weights, keys = [layer.weight for layer in layers], [layer.keys for layer in layers]
@@ -110,7 +112,7 @@ class LowbitGroupedLinear(GroupedLinear):
         """fprop with the factors that `freeze` made."""
         assert self.frozen is not None
         out = x.new_empty(x.shape[0], self.out_features)
-        for e, rows in groups_of(offsets):
+        for e, rows in groups_of(offsets, self.experts, x.shape[0]):
             right = Dense(self.frozen[e], None if self.frozen_scale is None else self.frozen_scale[e])
             signs = None if self.frozen_signs is None else self.frozen_signs[e]
             stream = Stream(self.keys[e], self.clock, Product.FPROP, Side.LEFT)

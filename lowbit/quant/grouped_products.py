@@ -94,7 +94,7 @@ def grouped_forward(
     found = policy_of(policy)
     outputs, kept = _allocate(x, weights, found, keeping)
     buffers = [_Buffer(flat) for flat in kept[:3]]
-    for e, rows in groups_of(offsets):
+    for e, rows in groups_of(offsets, weights[0].shape[0], x.shape[0]):
         own_weights, own_keys = [w[e] for w in weights], [k[e] for k in keys]
         nothing: list[Tensor | None] = [None] * len(weights)
         made = training_forward(x[rows], own_weights, own_keys, nothing, clock, found, None, keeping)
@@ -142,7 +142,7 @@ def grouped_backward(
     dx, *dws = _allocate_gradients(grads, weights, dtype, input_grad, weight_grad)
     buffers = [_Buffer(flat) for flat in kept[:3]]
     nothing: list[Tensor | None] = [None] * len(weights)
-    for e, rows in groups_of(offsets):
+    for e, rows in groups_of(offsets, weights[0].shape[0], grads[0].shape[0]):
         own_grads, own_keys = [g[rows] for g in grads], [k[e] for k in keys]
         if input_grad:
             own_weights = [w[e] for w in weights]
@@ -171,9 +171,15 @@ def _(
     return _allocate_gradients(grads, weights, dtype, input_grad, weight_grad)
 
 
-def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and their rows."""
-    for e, (begin, end) in enumerate(pairwise([0, *offsets.tolist()])):
+def groups_of(offsets: Tensor, experts: int, rows: int) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, and their rows.
+
+    Raises: ValueError unless offsets rise from 0 to `rows`, one an expert.
+    """
+    ends = offsets.tolist()
+    if len(ends) != experts or [0, *ends] != sorted([0, *ends]) or ends[-1] != rows:
+        raise ValueError(f"offsets {ends} do not share {rows} rows out among {experts} experts")
+    for e, (begin, end) in enumerate(pairwise([0, *ends])):
         if end > begin:
             yield e, slice(begin, end)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowbit.errors import ConfigError
 from lowbit.models.layers import Linear
+from lowbit.quant.bits import check_readable
 from lowbit.quant.linear_products import forward_product, linear_products, remembered, rotation_signs
 from lowbit.quant.philox import Product, Side, Stream
 from lowbit.quant.policy import LinearPolicy
@@ -30,6 +31,16 @@ def check_shape(name: str, in_features: int, out_features: int, policy: LinearPo
                 f"{name}: {product} sums over {what}={size}, which is not a multiple of {FEATURE_MULTIPLE}: "
                 "change the size, leave this layer in BF16 with a rule, or quantise nothing with precision=auto"
             )
+
+
+def check_input(x: Tensor, in_features: int) -> None:
+    """Refuse what is not x [..., in_features] in BF16 or FP32: padding would hide another width.
+
+    Raises: ValueError, TypeError.
+    """
+    if x.shape[-1] != in_features:
+        raise ValueError(f"an input of {x.shape[-1]} features for a layer that reads {in_features}")
+    check_readable(x.dtype)
 
 
 class Retained(Protocol):
@@ -135,6 +146,8 @@ class LowbitLinear(Linear):
             return tuple(linear(x) for linear in (self, *others))
         if not self.policy.quantised:
             return tuple(Linear.forward(layer, x) for layer in layers)
+        for layer in layers:
+            check_input(x, layer.in_features)
         rows = x.reshape(-1, x.shape[-1])
         if self.retained is not None and self.retained.applies(self.policy):
             outputs = self.retained.products(rows, layers)

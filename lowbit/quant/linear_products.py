@@ -79,7 +79,7 @@ def linear_products(
     choices = choices or [None] * len(weights)
     added = parts_of(low_ranks)
     if x.shape[0] == 0:  # nothing to quantise: gradients are zeros
-        return tuple(F.linear(x, w.to(x.dtype)) for w in sums(weights, added))
+        return tuple(F.linear(x, w.to(x.dtype)).to(x.dtype) for w in sums(weights, added))
     weight_grad = any(t is not None and t.requires_grad for t in (*weights, *added))
     if not torch.is_grad_enabled() or not (weight_grad or x.requires_grad):
         return training_forward(x, sums(weights, added), keys, choices, clock, policy, amax, keeping=False).outputs
@@ -213,7 +213,8 @@ def forward_product(
     if mean is None:
         outputs = [multiply(left, right, dtype, fast=True) for right in rights]
     else:
-        constants = [mean @ bf16_valued(weight, torch.float32).t() for weight in weights]  # [1, out]
+        rows = [Dense(bf16_valued(weight, torch.float32)) for weight in weights]
+        constants = [multiply(Dense(mean), row, torch.float32) for row in rows]  # [1, out]
         sums = [multiply(left, right, dtype, torch.float32, fast=True) for right in rights]
         outputs = [in_type(y + constant, dtype) for y, constant in zip(sums, constants, strict=True)]
     return Fprop(tuple(outputs), left, x, mean, transposed)
@@ -256,8 +257,11 @@ def weight_factors(
 
 
 def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [tokens, in] -> its mean over the tokens, FP32 [1, in], and the rest; both rounded to BF16, held in FP32."""
-    mean = round_to_bf16(x.float().sum(0, keepdim=True) / max(x.shape[0], 1))
+    """x [tokens, in] -> its mean over the tokens, FP32 [1, in], and the rest; both rounded to BF16, held in FP32.
+
+    Summed in FP64, where the order of the sum, which strides and devices choose, does not show in BF16.
+    """
+    mean = round_to_bf16((x.sum(0, keepdim=True, dtype=torch.float64) / max(x.shape[0], 1)).float())
     return mean, round_to_bf16(bf16_valued(x, torch.float32) - mean)
 
 
@@ -368,7 +372,8 @@ def weight_gradients(
         left = left or factor(grad.t(), policy.wgrad.left, stream, signs, dtype)
         dw = multiply(left, right, dtype, torch.float32, after)
         if kept.mean is not None:
-            dw = dw + bf16_valued(grad, torch.float32).sum(0)[:, None] * kept.mean
+            total = bf16_valued(grad, torch.float32).sum(0, dtype=torch.float64)  # see `split_mean`
+            dw = dw + total.float()[:, None] * kept.mean
         gradients.append(dw)
     return tuple(gradients)
 

@@ -213,12 +213,20 @@ def multiply(
         return NATIVE[left.backend].multiply(left, right, out_dtype, after, fast)
     a, b = left.operand(), right.operand().t()
     scales = [left.after(), None if (s := right.after()) is None else s.t(), after]
-    if dtype == torch.bfloat16 and out_dtype == torch.float32 and a.is_cuda:
-        product = torch.mm(a.to(dtype), b.to(dtype), out_dtype=torch.float32)
-    else:
-        wide = torch.float32 if out_dtype == torch.float32 else dtype
-        product = a.to(wide) @ b.to(wide)
+    product = _summed(a, b, dtype, out_dtype)
     for scale in scales:
         if scale is not None:
             product = product.float() * scale
     return in_type(product, out_dtype)
+
+
+def _summed(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+    """a [m, k], b [k, n] -> a b [m, n] as `multiply` wants it, whatever autocast would make of it."""
+    kind = a.device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return _summed(a, b, dtype, out_dtype)
+    if dtype == torch.bfloat16 and out_dtype == torch.float32 and a.is_cuda:
+        return torch.mm(a.to(dtype), b.to(dtype), out_dtype=torch.float32)
+    wide = torch.float32 if out_dtype == torch.float32 else dtype
+    return a.to(wide) @ b.to(wide)

@@ -204,6 +204,6 @@ def test_without_gradients_only_inputs_are_measured() -> None:
 
 def test_an_error_in_the_pass_leaves_nothing_behind() -> None:
     toy = Toy()
-    with pytest.raises(RuntimeError), measuring(toy.lowbit()):
+    with pytest.raises(ValueError), measuring(toy.lowbit()):
         toy(torch.randn(4, 100))
     assert all("project_together" not in vars(layer) for layer in toy.lowbit().values())

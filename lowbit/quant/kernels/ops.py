@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowbit.quant.bits import round_to_bf16
+from lowbit.quant.bits import check_readable, round_to_bf16
 from lowbit.quant.formats import ELEMENT_FORMATS
 from lowbit.quant.hadamard import rotate
 from lowbit.quant.kernels import cpu
@@ -84,7 +84,11 @@ def factor_op(
         operand, codes: which of them are wanted; what is not, or does not exist, has no elements.
         again: a backward pass makes the forward's factor once more. To a compiler that is another call, not a reason
             to keep the first one's result.
+
+    Raises: ValueError for a tensor without elements, which no product needs; TypeError for types other than BF16, FP32.
     """
+    if not x.numel():
+        raise ValueError(f"an operand {list(x.shape)} has no elements: there is nothing to quantise")
     found = spec_of(spec)
     out = allocate(x, signs, found, dtype, operand, codes)
     if cpu.handles(found):
@@ -126,7 +130,9 @@ def padded_columns(width: int, spec: QuantSpec | None) -> int:
 def allocate(
     x: Tensor, signs: Tensor | None, spec: QuantSpec | None, dtype: torch.dtype, operand: bool, codes: bool
 ) -> FactorTensors:
-    """What the operator returns, uninitialised."""
+    """What the operator returns, uninitialised. Raises TypeError for types that a kernel would misread."""
+    check_readable(x.dtype)
+    check_readable(dtype)
     rows, width = x.shape[0], operand_width(x.shape[1], signs)
     none = 0, torch.float32
     shapes: list[tuple[int | tuple[int, ...], torch.dtype]] = [((rows, width), dtype) if operand else (0, dtype)]
@@ -197,6 +203,7 @@ def unpack_op(
     """Packed codes -> the operand [rows, width] in `dtype` (`Packed.unpack().operand()`)."""
     found = spec_of(spec)
     assert found is not None
+    check_readable(dtype)
     operand = data.new_empty((rows, width), dtype=dtype)
     if cpu.handles(found):
         cpu.run_unpack(data, scales, outer, found, padded_columns(width, found), operand)
