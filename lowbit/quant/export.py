@@ -74,7 +74,7 @@ def _ceiling(weights: Sequence[Tensor], fmt: WeightFormat) -> list[Tensor]:
     spec = SPECS[fmt]
     whole = spec.bound * spec.target  # 1536: with any power of two still a BF16 number
     amax = max(float(weight.bfloat16().abs().max()) for weight in weights)
-    exponent = math.ceil(math.log2(amax / whole)) if amax > 0 else 0
+    exponent = min(max(math.ceil(math.log2(amax / whole)), -126), 117) if amax > 0 else 0  # finite, and so its inverse
     return [torch.full((1, weights[0].shape[1]), whole * 2.0**exponent, device=weights[0].device)]
 
 
@@ -105,11 +105,15 @@ class FusedLayers:
         self._made: dict[str, Tensor] = {}
 
     def take(self, name: str) -> Tensor:
-        """One of the stored tensors; each may be taken once."""
+        """One of the stored tensors; each may be taken once. Raises CheckpointError for a weight that is not finite."""
         if not self._made:
+            for weight_name, weight in self.weights.items():
+                if not weight.isfinite().all():
+                    what = f"NaN or infinity, which {self._format} cannot store"
+                    raise CheckpointError(f"{weight_name} holds {what}: export an earlier checkpoint")
             made = stored([weight.cpu() for weight in self.weights.values()], self._format)
-            for weight, tensors in zip(self.weights, made, strict=True):
-                self._made |= {_renamed(weight, end): tensor for end, tensor in tensors.items()}
+            for weight_name, tensors in zip(self.weights, made, strict=True):
+                self._made |= {_renamed(weight_name, end): tensor for end, tensor in tensors.items()}
         return self._made.pop(name)
 
 

@@ -87,6 +87,19 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
     assert y[0] > 0 and y[1].isnan()
 
 
+def test_a_layer_whose_weights_are_all_zero_gives_zeros() -> None:
+    """Its bound is 0, and so is all that reaches it."""
+    site = network()
+    with torch.no_grad():
+        site.up.weight.zero_()
+    Clamp(ClampConfig(enabled=True), [site]).update()
+    x = torch.randn(40, 64).requires_grad_()
+    y = site.down(site.square(site.up(x)))
+    y.sum().backward()
+    assert float(site.square.bound) == 0.0 and not y.any() and not x.grad.any()
+    assert not site.up.weight.grad.any() and not site.down.weight.grad.any()
+
+
 # The bound ---------------------------------------------------------------------------------------------------------
 
 

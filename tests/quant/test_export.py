@@ -45,12 +45,12 @@ def test_the_stored_tensors_are_bf16_numbers_as_near_as_the_format_allows(fmt: W
     assert ours < 1.03 * theirs, "a power of two costs next to nothing"
 
 
-@pytest.mark.parametrize("magnitude", [0.0, 1e-6, 1.0, 3000.0])
+@pytest.mark.parametrize("magnitude", [0.0, 1e-38, 1e-30, 1e-6, 1.0, 3000.0, 7e37])
 def test_any_magnitude(magnitude: float) -> None:
-    weights = [torch.randn(16, 32) * magnitude]
-    (tensors,) = stored(weights, WeightFormat.nvfp4)
+    weight = torch.randn(16, 32) * magnitude
+    (tensors,) = stored([weight], WeightFormat.nvfp4)
     read = _by_hand(tensors, WeightFormat.nvfp4)
-    assert read.isfinite().all() and (read - weights[0]).norm() <= 0.12 * weights[0].norm()
+    assert read.isfinite().all() and (read - weight.double()).norm() <= 0.12 * weight.double().norm()
 
 
 @pytest.mark.parametrize("fmt", list(WeightFormat))
@@ -89,3 +89,13 @@ def test_rows_that_are_no_whole_blocks_are_refused() -> None:
     check_width("a", 48, WeightFormat.nvfp4)
     with pytest.raises(CheckpointError, match="a: its rows of 48 numbers are no whole blocks of 32, as mxfp8 needs"):
         check_width("a", 48, WeightFormat.mxfp8)
+
+
+@pytest.mark.parametrize("fmt", list(WeightFormat))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused_by_name(fmt: WeightFormat, bad: float) -> None:
+    parts = {f"model.layers.0.mlp.{n}_proj.weight": torch.randn(64, 64) for n in ("gate", "up")}
+    parts["model.layers.0.mlp.up_proj.weight"][3, 5] = bad
+    (layers,) = WeightEncoder(fmt).layers(parts)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds NaN or infinity"):
+        layers.take(next(iter(layers.sizes)))

@@ -84,9 +84,10 @@ class _Square(torch.autograd.Function):
 
 
 def first_level(up: Tensor, bound: Tensor) -> Tensor:
-    """n1, FP32 integers 0..127 of the shape of `up`; NaN where it is not finite."""
+    """n1, FP32 integers 0..127 of the shape of `up`; NaN where it is not finite. All 0 under a bound of 0."""
     up = up.float()
-    scaled = (up * divide(float(LEVELS), bound)).clamp(0.0, float(LEVELS)).round()
+    ratio = torch.where(bound == 0, 0.0, divide(float(LEVELS), bound))
+    scaled = (up * ratio).clamp(0.0, float(LEVELS)).round()
     return torch.where(up.isfinite(), scaled, float("nan"))
 
 
