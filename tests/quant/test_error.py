@@ -31,6 +31,7 @@ TABLE = [
     (S.NVFP4_2D, 12.41e-3),
     (replace(S.NVFP4_46, block=(16, 16)), 12.4e-3),
     (S.NVFP4_SR, 18.9e-3),
+    (replace(S.NVFP4_SR, target=6 * 16 / 17), 23.52e-3),  # the other way not to clip
     (replace(S.NVFP4_SR, **UP), 22.1e-3),
     (replace(S.NVFP4_TETRAJET_SR, **UP), 21.3e-3),
     (S.NVFP4_POW2_SR, 22.0e-3),
@@ -105,6 +106,16 @@ def test_ours_are_unbiased(spec: QuantSpec) -> None:
     assert deviation < 1e-4
 
 
+OTHERS = [S.MXFP8_E5M2, S.MXFP6_E2M3, S.MXFP6_E3M2, S.FP8_TENSOR, S.FP8_ROW, S.FP8_BLOCK, S.FP8_BLOCK_2D, S.INT8_ROW]
+
+
+@pytest.mark.parametrize("spec", OTHERS, ids=lambda s: s.name)
+def test_stochastic_rounding_is_unbiased_in_every_other_family(spec: QuantSpec) -> None:
+    bias, deviation = slope(replace(spec, rounding=Rounding.STOCHASTIC), "normal", 4)
+    assert abs(bias) < 4.5 * deviation, f"{bias:+.1e} +- {deviation:.1e}"
+    assert deviation < 1.2e-4
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("draw", ["normal", "laplace", "student3"])
@@ -121,7 +132,11 @@ def test_the_published_rules_have_their_published_bias(spec: QuantSpec, want: fl
     assert bias < -3 * deviation
 
 
-@pytest.mark.parametrize("spec", [S.NVFP4_POW2_SR, replace(S.NVFP4_TETRAJET_SR, **UP)], ids=name)
+AT_POINTS = [S.NVFP4_POW2_SR, *(replace(s, **UP) for s in (S.NVFP4_SR, S.NVFP4_TETRAJET_SR))]
+AT_POINTS += [replace(S.MXFP4, rounding=Rounding.STOCHASTIC)]
+
+
+@pytest.mark.parametrize("spec", AT_POINTS, ids=name)
 def test_the_mean_at_64_points_of_every_interval_is_the_point(spec: QuantSpec) -> None:
     """Blocks with the largest element at 6 x scale and the others spread over every interval, 4096 draws each."""
     points = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -1,5 +1,6 @@
 """LowbitLinear against FP64 autograd, and against each product composed anew from the quantisers' public calls."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -153,6 +154,42 @@ def test_each_product_is_the_one_composed_from_quantisers(policy: LinearPolicy, 
     assert [t.dtype for t in got] == [torch.bfloat16, torch.bfloat16, torch.float32]
     for g, expected, bound in zip(got, (want.y, want.dx, want.dw), (4e-3, 4e-3, 1e-6), strict=True):
         assert error(g, expected) < bound
+
+
+def rotation_of(*specs: QuantSpec) -> int:
+    return 128 if any(spec.rounding in S.EDEN for spec in specs) else 0
+
+
+@pytest.mark.parametrize("spec", S.SPECS.values(), ids=S.SPECS)
+def test_every_format_as_every_operand(spec: QuantSpec) -> None:
+    tensors = inputs(17, 72, 40)
+    for alignment in Alignment:
+        for name in ("fprop", "dgrad", "wgrad"):
+            for pair in ((spec, None), (None, spec)):
+                products = {name: product(*pair, rotation_of(spec))}
+                policy = LinearPolicy(**products, alignment=alignment, allow_bias=True)
+                want = Composition(policy, *tensors)
+                for got, expected in zip(run(policy, *tensors), (want.y, want.dx, want.dw), strict=True):
+                    assert error(got, expected) < 1e-6, (alignment, name, pair)
+
+
+PAIRS = [(S.MXFP6_E2M3, S.MXFP4), (S.MXFP4, S.MXFP6_E3M2), (S.INT8_ROW, S.NVFP4_46), (S.NVFP4_2D, S.FP8_TENSOR)]
+"""FP6 x FP4 is what TetraJet-v2 leaves open."""
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [PAIRS, pytest.param(list(itertools.product(S.SPECS.values(), repeat=2)), marks=pytest.mark.exhaustive)],
+    ids=["some", "all"],
+)
+def test_any_two_formats_multiply(pairs: list[tuple[QuantSpec, QuantSpec]]) -> None:
+    tensors = inputs(33, 72, 40)
+    for left, right in pairs:
+        same = product(left, right, rotation_of(left, right))
+        policy = LinearPolicy(same, same, same, allow_bias=True)
+        want = Composition(policy, *tensors)
+        for got, expected in zip(run(policy, *tensors), (want.y, want.dx, want.dw), strict=True):
+            assert error(got, expected) < 1e-6, (left.name, right.name)
 
 
 def fp64_gradients(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
