@@ -5,10 +5,12 @@ import sys
 from lowbit.cli.ending import say
 from lowbit.cli.signals import EndingSignals
 from lowbit.errors import EXIT_INTERRUPTED
+from lowbit.trainer.reader import prepare_streams
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    prepare_streams()
     signals = EndingSignals()
     try:
         signals.watch()

@@ -4,6 +4,7 @@ import os
 import sys
 
 from lowbit.errors import EXIT_INTERRUPTED
+from lowbit.trainer.reader import discard
 
 
 def say(message: str, code: int) -> int:
@@ -14,5 +15,8 @@ def say(message: str, code: int) -> int:
     rank = os.environ.get("RANK", "0")
     parts = ["lowbit", *(["error"] if code != EXIT_INTERRUPTED else [])]
     who = ": ".join(parts) + (f" (rank {rank})" if rank != "0" else "")
-    print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
+    try:
+        print(f"{who}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:  # where it cannot be said, the code still tells
+        discard(sys.stderr)
     return code

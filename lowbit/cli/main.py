@@ -8,6 +8,7 @@ Nothing heavy is imported here: `lowbit --help` and shell completion answer at o
 rest are imported inside the commands that need them.
 """
 
+import errno
 import os
 import sys
 from typing import cast
@@ -37,6 +38,7 @@ from lowbit.cli.signals import EndingSignals
 from lowbit.errors import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, LowbitError, RankError
 from lowbit.trainer.reader import discard
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 USAGE_ERROR: type[Exception] = cast(type[Exception], typer.BadParameter.__mro__[1])
 """What Typer raises for wrong options and arguments; only its subclasses are public."""
 
@@ -75,7 +77,12 @@ def main(signals: EndingSignals | None = None) -> None:
     if signals is None:
         signals = EndingSignals()
         signals.watch()
-    sys.exit(run(sys.argv[1:], signals))
+    code = run(sys.argv[1:], signals)
+    try:
+        sys.stdout.flush()  # what was printed before an error
+    except OSError:
+        discard(sys.stdout)
+    sys.exit(code)
 
 
 def run(arguments: list[str], signals: EndingSignals | None = None) -> int:
@@ -86,6 +93,7 @@ def run(arguments: list[str], signals: EndingSignals | None = None) -> int:
     signals = signals or EndingSignals()
     try:
         result = build_app()(arguments, prog_name="lowbit", standalone_mode=False)
+        sys.stdout.flush()  # here, where a reader that went away or a full disk can be told
     except (KeyboardInterrupt, typer.Abort):
         signals.finish()
         return say("interrupted", EXIT_INTERRUPTED)
@@ -109,6 +117,9 @@ def _explain(error: Exception) -> int:
     if isinstance(error, BrokenPipeError):  # the reader of our output went away, as in `lowbit generate ... | head`
         discard(sys.stdout)
         return EXIT_FAILED
+    if isinstance(error, OSError) and error.errno in FULL and error.filename is None:  # as in `lowbit plan > FILE`
+        discard(sys.stdout)
+        return say(f"the output cannot be written ({error.strerror}): free some space", EXIT_FAILED)
     raise error
 
 

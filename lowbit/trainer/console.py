@@ -152,7 +152,10 @@ class Console:
         style = (
             "bold red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else None
         )
-        self._rich.print(text, style=style, markup=False)
+        try:
+            self._rich.print(text, style=style, markup=False)
+        except OSError as error:  # a file on a full disk
+            self._rich.fall_silent(f"this run's output cannot be written ({error.strerror})")
 
     def close(self) -> None:
         """Take the bar away and give the screen back; safe to call twice."""
@@ -182,9 +185,13 @@ class _Terminal(rich.console.Console):
 
     def on_broken_pipe(self) -> None:
         """The run goes on; what it has to say is in run.log."""
+        self.fall_silent("nobody reads this run's output any more")
+
+    def fall_silent(self, why: str) -> None:
+        """Write nothing from now on, and say in run.log why."""
         self.quiet = True
         discard(cast(TextIO, self.file))
-        logging.getLogger("lowbit").warning("nobody reads this run's output any more: it goes on, run.log has the rest")
+        logging.getLogger("lowbit").warning("%s: it goes on, run.log has the rest", why)
 
 
 class _Screen(logging.Handler):

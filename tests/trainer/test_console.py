@@ -135,3 +135,17 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_run_whose_output_lies_on_a_full_disk_falls_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in `lowbit pretrain > FILE`: run.log says so, once, and has everything."""
+    with Path("/dev/full").open("w") as full, Console(tmp_path, stream=full) as console:
+        logger.info("one")
+        console.step(ROW, progress=0.5)
+        logger.info("two")
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert [any(text in line for line in lines) for text in ("one", "loss 3.2199", "two")] == [True] * 3
+    assert sum("cannot be written (No space left on device): it goes on, run.log has the rest" in x for x in lines) == 1
+    assert capsys.readouterr() == ("", "")
