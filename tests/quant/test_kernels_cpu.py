@@ -160,3 +160,19 @@ def test_without_a_compiler_the_reference_runs_and_says_why(monkeypatch: pytest.
     finally:
         cpu._build.cache_clear()
         cpu.library.cache_clear()
+
+
+def test_without_a_home_the_library_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user may have no entry among the users, and no HOME."""
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(cpu.Path, "home", nowhere)
+    cpu._build.cache_clear()
+    cpu.library.cache_clear()
+    try:
+        assert cpu.library() is not None and cpu.missing() is None
+    finally:
+        cpu._build.cache_clear()
+        cpu.library.cache_clear()

@@ -220,6 +220,17 @@ def test_a_bf16_master_weight_is_the_rounded_one(policy: LinearPolicy) -> None:
     assert identical(passes(half, half.weight, x, dy), (y, dx, dw.bfloat16()))
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_row", "fp8_tensor"])
+def test_a_static_range_survives_a_change_of_type(name: str) -> None:
+    """`.to(bfloat16)` makes BF16 of every FP32 buffer: of that of the range, too."""
+    low, x = layer(POLICIES[name]), torch.randn(TOKENS, WIDTH).bfloat16()
+    low.fix_input_amax(torch.tensor(2.5))
+    want = low(x)
+    half = low.to(torch.bfloat16)
+    assert half.input_amax is not None and half.input_amax.dtype is torch.bfloat16
+    assert torch.equal(half(x), want)
+
+
 @each_policy
 def test_on_the_meta_device_shapes_come_out(policy: LinearPolicy) -> None:
     low = layer(policy).to("meta")

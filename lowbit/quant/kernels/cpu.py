@@ -104,14 +104,14 @@ def _build() -> tuple[ctypes.CDLL | None, str | None]:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
         parts = (SOURCE.read_text(encoding="utf-8"), FLAGS, OPTIONAL, version, _processor())
         name = f"quantise-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
-        folder = Path.home() / ".cache" / "lowbit"
         try:
+            folder = Path.home() / ".cache" / "lowbit"
             folder.mkdir(parents=True, exist_ok=True)
             made = folder / name
             if not made.exists():
                 _compile(compiler, made)
             return _declared(ctypes.CDLL(str(made))), None
-        except OSError:  # a home that cannot be written
+        except (OSError, RuntimeError):  # a home that cannot be written, or a user without one
             with tempfile.TemporaryDirectory() as temporary:
                 made = Path(temporary) / name
                 _compile(compiler, made)
@@ -196,7 +196,8 @@ def run_factor(
     assert made is not None
     operand, after, data, scales, outer = out
     signs = None if signs is None else signs.contiguous()
-    choice = None if choice is None else choice.contiguous()
+    choice = None if choice is None else choice.to(torch.int8).contiguous()
+    amax = None if amax is None else amax.float()
     stored = 0
     if data.numel() and spec is not None:
         stored = data.shape[1] * 8 // spec.element.bits
