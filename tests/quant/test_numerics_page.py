@@ -21,7 +21,7 @@ def block() -> torch.Tensor:
 
 
 def test_the_page_has_its_rows() -> None:
-    assert len(ROWS) == 7
+    assert len(ROWS) == 10
     assert block().shape == (1, 128)
 
 
@@ -32,6 +32,15 @@ def test_a_row_is_what_the_quantiser_makes(name: str, bits: str, values: str, er
     assert [float(v) for v in values.split()] == pytest.approx(made.tolist(), abs=6e-5)
     assert float(error) == pytest.approx(((made - x[0, :16].bfloat16().float()) ** 2).sum().item(), abs=6e-5)
     assert float(bits) == spec.bits
+
+
+@pytest.mark.parametrize(
+    ("name", "neighbour"),
+    [("FP8_BLOCK", "MXFP8"), ("MXFP8_FLOOR", "MXFP8"), ("MXFP4_FLOOR", "MXFP4"), ("NVFP4_TETRAJET", "NVFP4")],
+)
+def test_what_the_page_leaves_out_has_the_numbers_of_its_neighbour(name: str, neighbour: str) -> None:
+    x = block()
+    assert torch.equal(fake_quantise(x, SPECS[name])[0, :16], fake_quantise(x, SPECS[neighbour])[0, :16])
 
 
 @pytest.mark.parametrize("name", ["NVFP4_POW2_46", "NVFP4_POW2_EDEN", "MXFP8"])
