@@ -24,7 +24,7 @@ under the nearest block scale the largest element is clipped (see `scales`).
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from lowbit.errors import ConfigError
@@ -88,8 +88,13 @@ class QuantSpec:
     """The largest E4M3 block scale that the outer scale leaves room for (less where scales grow later)."""
     target: float = 6.0
     """The value that a block's largest magnitude is mapped to, of two-level formats."""
+    text: str = field(init=False, repr=False, compare=False)
+    """All of it in one line, for operators, which take no Python objects (`kernels.ops.spec_of` is the inverse). Made
+    here because a compiler that takes every number for a variable (`dynamic=True`) cannot put numbers into text."""
 
     def __post_init__(self) -> None:
+        kinds = f"{self.scale.value} {self.outer.value} {self.rounding.value} {self.bound!r} {self.target!r}"
+        object.__setattr__(self, "text", f"{self.name} {self.element.name} {self.block[0]} {self.block[1]} {kinds}")
         two_level = self.scale in E4M3_SCALES
         problem = ""
         if two_level != (self.outer is not Outer.NONE) or (two_level and self.element is not E2M1):

@@ -73,6 +73,26 @@ def test_every_policy_traces_into_one_graph_with_eagers_bits(policy: LinearPolic
     check(policy, "aot_eager")
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, id=name, marks=() if name == "nvfp4" else pytest.mark.exhaustive)
+        for name, policy in POLICIES.items()
+    ],
+)
+def test_compiled_for_any_number_of_tokens_it_is_a_few_graphs(policy: LinearPolicy) -> None:
+    """`dynamic=True`, to which every number is a variable: one graph for many tokens, and PyTorch's own for 0 and 1."""
+    torch.compiler.reset()
+    counters.clear()
+    low = layer("a", policy, 72, 64)
+    run = torch.compile(low, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (17, 33, 5, 64, 0, 1, 100):
+        x = torch.randn(tokens, 72)
+        want = results(low, low, x)
+        assert all(same_bits(g, w) for g, w in zip(results(run, low, x), want, strict=True))
+    assert counters["stats"]["unique_graphs"] <= 4
+
+
 @pytest.mark.slow
 def test_inductor_gives_eagers_bits() -> None:
     check(POLICIES["nvfp4"], "inductor")

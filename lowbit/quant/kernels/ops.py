@@ -30,10 +30,7 @@ FactorTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def spec_text(spec: QuantSpec | None) -> str:
     """A spec in one line."""
-    if spec is None:
-        return BF16_ONLY
-    kinds = f"{spec.scale.value} {spec.outer.value} {spec.rounding.value} {spec.bound!r} {spec.target!r}"
-    return f"{spec.name} {spec.element.name} {spec.block[0]} {spec.block[1]} {kinds}"
+    return BF16_ONLY if spec is None else spec.text
 
 
 @cache
