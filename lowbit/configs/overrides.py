@@ -98,7 +98,7 @@ def parse(text: str, command: Command[RunConfig] = PRETRAIN) -> Any:
     except HydraException:
         key = text.partition("=")[0]
         raise ConfigError(
-            f"{text}: cannot be read; quote a value with spaces or any of {{}}[](),=: twice, as in {key}=\"'a, b'\""
+            f"{text}: cannot be read; quote a value with spaces or any of ~{{}}[](),=: twice, as in {key}=\"'a, b'\""
         ) from None
 
 

@@ -109,7 +109,8 @@ def unknown_key(key: str, value: str | None, section: type, prefix: str, root: t
     given = key if value is None else f"{key}={value}"
     names = ", ".join(fields_of(section))
     where = f"{prefix.rstrip('.')} takes {names}" if prefix else f"top-level keys are {names}"
-    best = nearest(key.removeprefix(prefix), fields_of(section))
+    whole = "." in key and not prefix  # its first part is no section
+    best = nearest(key.removeprefix(prefix), schema_paths(root) if whole else fields_of(section))
     below = [path for path in schema_paths(root) if path.count(".") == 1 and path.endswith(f".{key}")]
     if below and not prefix:  # the very key, one section down
         best = below[0]

@@ -132,7 +132,7 @@ def _run(config: RunConfig) -> None:
             why="a run that ends by the clock differs from time to time",
             works="max_minutes=null with max_steps=1000 would work",
         )
-    if config.resume not in ("auto", "none") and not Path(config.resume).exists():
+    if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():
         why = f"no such file or folder{nearest_path(config.resume, ('auto', 'none'))}"
         raise refuse(config, "resume", why=why, works="use resume=auto, resume=none or a path that exists")
 

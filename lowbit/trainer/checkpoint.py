@@ -213,7 +213,7 @@ class CheckpointStore:
 
         Raises CheckpointError: it means none.
         """
-        path = Path(which)
+        path = Path(which).expanduser()
         if not path.exists() and path.name == str(which) and (self.folder / which).is_dir():
             path = self.folder / which
         if _is_checkpoint(path):

@@ -53,7 +53,7 @@ def refuse(found: Mapping[ResumeDifference, Sequence[str]], allow: Collection[st
 
 def differences(kind: str, saved: Any, expected: Any) -> list[str]:
     """Where two identities of a kind differ: a line a field, with both values."""
-    was, now = (flatten(json.loads(json.dumps({kind: side}))) for side in (saved, expected))
+    was, now = (flatten(_as_written(kind, side)) for side in (saved, expected))
     if kind == ResumeDifference.model:  # what a later version of lowbit added was at its default
         was = {key: value for key, value in DEFAULTS.items() if key in now} | was
     return [
@@ -61,6 +61,21 @@ def differences(kind: str, saved: Any, expected: Any) -> list[str]:
         for field in sorted(was.keys() | now.keys())
         if field not in DISPLAY_ONLY and was.get(field, ABSENT) != now.get(field, ABSENT)
     ]
+
+
+def _as_written(kind: str, side: Any) -> dict[str, Any]:
+    """As JSON has it; of a model's settings that can be written in two ways, the shorter."""
+    written: dict[str, Any] = json.loads(json.dumps({kind: side}))
+    if kind == ResumeDifference.model and isinstance(side, Mapping):
+        model = written[kind]
+        width, heads, head = (model.get(key) for key in ("width", "heads", "head_dim"))
+        if all(isinstance(size, int) for size in (width, heads, head)) and head * heads == width:
+            model["head_dim"] = None
+        if not any(model.get("windows") or []):  # 0 is no window
+            model["windows"] = []
+        if model.get("kv_from") == list(range(len(model.get("kv_from") or []))):  # each layer has its own
+            model["kv_from"] = []
+    return written
 
 
 def shorten(lines: Sequence[str]) -> str:

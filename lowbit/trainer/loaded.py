@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lowbit.configs.checks import nearest_path
 from lowbit.configs.schema import PrecisionConfig, RunConfig
 from lowbit.configs.stored import load_config
 from lowbit.data.dataset import Dataset, prepare_data
@@ -55,7 +56,7 @@ def load_run(
     if is_hf_folder(run_dir):
         return _load_hf(run_dir, device, precision)
     if not (run_dir / CONFIG).is_file():
-        raise CheckpointError(f"{run_dir} is not a run's folder: it has no {CONFIG}")
+        raise CheckpointError(f"{run_dir} is not a run's folder: it has no {CONFIG}{nearest_path(str(run_dir))}")
     config = load_config(run_dir / CONFIG)
     if precision is not None:
         config = replace(config, precision=precision)

@@ -162,11 +162,10 @@ def _data_differences(was: Mapping[str, Any] | None, packed: Mapping[str, Any], 
     sizes = [max(source["train_tokens"], source["val_tokens"]) for source in packed.get("sources", {}).values()]
     if max(sizes, default=0) <= min(was["shard_tokens"], now["shard_tokens"]):  # one shard either way
         was["shard_tokens"] = now["shard_tokens"]
-    sources = {
-        name: _as_now(source, now["sources"][name], config.sources[name]) if name in now["sources"] else source
-        for name, source in was["sources"].items()
-    }
-    return differences("data", {**was, "sources": sources}, now)
+    then, here = was["sources"], now["sources"]
+    sources = {name: _as_now(then[name], here[name], config.sources[name]) for name in then.keys() & here.keys()}
+    lost, new = ({name: {"kind": some[name]["kind"]} for name in some.keys() - sources} for some in (then, here))
+    return differences("data", {**was, "sources": sources | lost}, {**now, "sources": here | new})
 
 
 def _as_now(was: Mapping[str, Any], now: Mapping[str, Any], source: SourceConfig) -> dict[str, Any]:

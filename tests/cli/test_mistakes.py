@@ -29,6 +29,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["pretrain", "precision=mxfp8", "model.mlp_width=500"], ["blocks.0.mlp.gate", "out_features=500"]),
     (["plan", "precision.define.a.fprop.left=E2M1"], ["precision.define.a.fprop.left=E2M1", "BF16, MXFP8"]),
     (["plan", "max_stepz=3"], ["max_stepz=3", "nearest: max_steps"]),
+    (["pretrain", "evalution.max_tokens=3"], ["nearest: evaluation.max_tokens"]),
+    (["pretrain", "resume=~/x"], ["resume=~/x", "any of ~", "resume=\"'a, b'\""]),
     (["generate"], ["RUN", "lowbit generate --help"]),
     (["generate", "runs/x", "--max-tokens", "0"], ["--max-tokens"]),
     (["generate", "runs/x", "--colour"], ["--colour"]),
@@ -75,3 +77,15 @@ def test_several_processes_need_an_engine_for_them(tmp_path: Path) -> None:
 def test_a_run_that_is_none(tmp_path: Path) -> None:
     for ended in together([["generate", "nowhere"], ["eval", "nowhere"]], tmp_path):
         assert ended.code == 1 and ended.err.startswith("lowbit: error: nowhere") and ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "report"])
+def test_a_misspelt_run_is_answered_with_the_nearest(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    assert run([command, "runs/frist"]) == 1
+    assert capsys.readouterr().err.endswith("; nearest: runs/first\n")
+    assert run([command, "runs/first"]) == 1
+    assert "nearest" not in capsys.readouterr().err

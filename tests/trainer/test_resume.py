@@ -76,7 +76,8 @@ CHANGES: dict[str, tuple[Callable[[RunConfig], RunConfig], str]] = {
     ),
     "a second source": (
         lambda c: _data(c, sources={**c.data.sources, "more": SECOND}),
-        r"data\.sources\.files\.share: 1\.0 in the checkpoint, 0\.5 now.*\[data\]",
+        r"run: data\.sources\.files\.share: 1\.0 in the checkpoint, 0\.5 now; "
+        r"data\.sources\.more\.kind: absent in the checkpoint, \"files\" now\. .*\[data\]",
     ),
     "another model": (
         lambda c: replace(c, model=replace(c.model, rope=replace(c.model.rope, theta=5e5))),
@@ -154,6 +155,9 @@ NO_CHANGES: dict[str, Callable[[RunConfig, Path], RunConfig]] = {
     "fields of files without fields": lambda c, _: _source(c, text_field="body", subset="a", split="b"),
     "cuts of files that are shorter": lambda c, _: _source(c, document_bytes=100_000),
     "one shard either way": lambda c, _: _data(c, shard_tokens=1_000_000),
+    "a head's width, as it is": lambda c, _: replace(c, model=replace(c.model, head_dim=16)),
+    "no windows, layer by layer": lambda c, _: replace(c, model=replace(c.model, windows=[0, 0])),
+    "keys of their own, layer by layer": lambda c, _: replace(c, model=replace(c.model, kv_from=[0, 1])),
     "the bound of a training that was": lambda c, run_dir: _tokens(c, path=str(run_dir / "tokenizer"), train_bytes=9),
 }
 

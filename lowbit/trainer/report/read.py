@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from lowbit.configs.checks import nearest_path
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.schema_rl import RlConfig
@@ -131,7 +132,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         inside = _runs_of(path) or [run for child in sorted(path.glob("*"), key=_natural) for run in _runs_of(child)]
         if not inside:
-            raise LowbitError(f"{path} is not a run's folder: it has no {METRICS}, and no folder in it has one")
+            why = f"it has no {METRICS}, and no folder in it has one{nearest_path(str(path))}"
+            raise LowbitError(f"{path} is not a run's folder: {why}")
         found += inside
     return found
 
