@@ -21,6 +21,7 @@ from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.spec import SPECS
+from lowbit.quant.stabilisers.outcontrol import RetainedChannels
 
 ALL = {**POLICIES, "mean_split": replace(POLICIES["nvfp4"], mean_split=True)}
 each_policy = pytest.mark.parametrize("policy", ALL.values(), ids=ALL)
@@ -159,6 +160,16 @@ def test_autocast_changes_no_bit(policy: LinearPolicy, dtype: torch.dtype) -> No
         assert all(identical(passes(*call, x, dy), w) for call, w in zip(calls, want, strict=True))
         with torch.no_grad(), frozen_weights(nn.ModuleList([low, group]), dtype):
             assert torch.equal(low(x), want[0][0]) and torch.equal(group(x, ends()), want[1][0])
+        assert low(x[:0]).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_changes_no_bit_of_retained_channels(dtype: torch.dtype) -> None:
+    low, x, dy = layer(ALL["nvfp4"]), torch.randn(TOKENS, WIDTH).to(dtype), torch.randn(TOKENS, OUT).to(dtype)
+    low.retained = RetainedChannels(torch.randperm(WIDTH), 7)
+    want = passes(low, low.weight, x, dy)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert identical(passes(low, low.weight, x, dy), want)
         assert low(x[:0]).dtype == dtype
 
 

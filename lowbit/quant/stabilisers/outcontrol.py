@@ -102,7 +102,7 @@ class RetainedChannels(nn.Module):
     def products(self, x: Tensor, layers: Sequence[LowbitLinear]) -> tuple[Tensor, ...]:
         """See `linear.Retained`: x [tokens, in] -> [tokens, out] each."""
         if x.shape[0] == 0:
-            return tuple(F.linear(x, layer.weight.to(x.dtype)) for layer in layers)
+            return tuple(F.linear(x, layer.weight.to(x.dtype)).to(x.dtype) for layer in layers)
         if layers[0].frozen is not None:
             return self._frozen_products(x, layers)
         clock, policy = layers[0].clock, layers[0].policy
