@@ -41,8 +41,8 @@ def test_numbers_of_one_process(backend: str, tmp_path: Path) -> None:
     states = {name.split("/")[1].rpartition(".")[0] for name in expected if name.startswith("optimizer/")}
     assert len(states) == 28 and all("low_rank" in name for name in states)
     for case in cases[:3]:
-        close(case, folder, rows, expected)
-    close(cases[-1], folder, [], half)
+        close(case, folder, rows, expected, backend)
+    close(cases[-1], folder, [], half, backend)
 
     start = worker.tensors_of(worker.model_of({"lora": RANK}, torch.device("cpu")))
     numbers = sum(t.numel() for name, t in start.items() if "low_rank" in name)

@@ -169,12 +169,15 @@ def test_a_manifest_of_an_earlier_version_is_read(folder: Path) -> None:
 def leave_cache(folder: Path, content: bytes) -> str:
     """A complete cache of one shard, as far as a cache's files say what is in it; returns its folder."""
     folder.mkdir(exist_ok=True)
-    (folder / "shard").write_bytes(content)
-    sha256 = hashlib.sha256(content).hexdigest()
-    shard = shards.Shard("shard", first=0, samples=4, bytes=len(content), sha256=sha256, totals={})
-    numbers = dict.fromkeys(("samples", "sequence_length", "targets", "vocab_size", "shard_samples", "seed"), 4)
+    name, sha256 = shards.shard_name(0), hashlib.sha256(content).hexdigest()
+    (folder / name).write_bytes(content)
+    totals = dict.fromkeys(shards.TOTALS, 0.0)
+    shard = shards.Shard(name, first=0, samples=4, bytes=len(content), sha256=sha256, totals=totals)
+    numbers = dict.fromkeys(("samples", "sequence_length", "targets", "shard_samples", "micro_batch", "seed"), 4)
+    teacher = {"digest": "", "step": 4, "compute": "fp32", "model": {"layers": 1, "width": 8}}
     identity = numbers | {
-        "micro_batch": 4, "estimator": "varopt", "temperature": 1.0, "data": {"fingerprint": ""}, "teacher": {},
+        "vocab_size": 16, "estimator": "varopt", "temperature": 1.0, "tokenizer": "", "data": {"fingerprint": ""},
+        "teacher": teacher,
     }  # fmt: skip
     manifest = {"format": shards.FORMAT, "identity": identity, "shards": [asdict(shard)]}
     (folder / shards.MANIFEST).write_text(json.dumps(manifest))
