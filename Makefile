@@ -13,7 +13,8 @@ run: setup
 	$(BIN)/lowbit pretrain preset=$$($(BIN)/lowbit doctor --preset) $(ARGS)
 	@echo "(source $(BIN)/activate puts lowbit on your path)"
 
-test: setup-dev lint types unit
+test: setup-dev lint
+	$(MAKE) --no-print-directory -j 2 types unit
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
