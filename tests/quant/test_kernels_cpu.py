@@ -11,6 +11,7 @@ from oracles import same_bits
 
 from lowbit.quant import spec as S
 from lowbit.quant.kernels import cpu, ops
+from lowbit.quant.kernels.cpu import library
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
 from lowbit.quant.quantise import fake_quantise
 from lowbit.quant.spec import SPECS, QuantSpec, Rounding, Scale
@@ -32,6 +33,12 @@ ALL = [None, *SPECS.values(), *MORE]
 each_spec = pytest.mark.parametrize("spec", ALL, ids=lambda s: f"{s.name}-{s.rounding.value}" if s else "BF16")
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, cpu.COMPILERS)), reason="no C++ compiler")
+
+
+def _forget() -> None:
+    """The next use builds and loads anew."""
+    cpu._build.cache_clear()
+    library.cache_clear()
 
 
 def tensors() -> Iterator[torch.Tensor]:
@@ -145,21 +152,18 @@ def test_without_a_compiler_the_reference_runs_and_says_why(monkeypatch: pytest.
     rest = (KEY, CLOCK, None, None, ops.spec_text(S.NVFP4_POW2_46), LANE, torch.float32, True, True, False)
     want = ops.factor_op(x, None, *rest)
     monkeypatch.setenv("PATH", str(tmp_path))
-    cpu._build.cache_clear()
-    cpu.library.cache_clear()
+    _forget()
     try:
-        assert cpu.library() is None
+        assert library() is None
         assert cpu.missing() == "no C++ compiler (c++, g++ or clang++)"
         assert all(same_bits(g, w) for g, w in zip(ops.factor_op(x, None, *rest), want, strict=True))
         broken = tmp_path / "c++"
         broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 1\n")
         broken.chmod(0o755)
-        cpu._build.cache_clear()
-        cpu.library.cache_clear()
+        _forget()
         assert "failed: no such thing" in str(cpu.missing())
     finally:
-        cpu._build.cache_clear()
-        cpu.library.cache_clear()
+        _forget()
 
 
 def test_without_a_home_the_library_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +173,8 @@ def test_without_a_home_the_library_is_compiled_all_the_same(monkeypatch: pytest
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(cpu.Path, "home", nowhere)
-    cpu._build.cache_clear()
-    cpu.library.cache_clear()
+    _forget()
     try:
-        assert cpu.library() is not None and cpu.missing() is None
+        assert library() is not None and cpu.missing() is None
     finally:
-        cpu._build.cache_clear()
-        cpu.library.cache_clear()
+        _forget()
