@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lowbit.configs.schema import RunConfig
+from lowbit.configs.schema import EngineKind, RunConfig
 from lowbit.data.batch import Batch
 from lowbit.data.loader import Loader
 from lowbit.errors import Interrupted, NonFiniteError
@@ -196,8 +196,9 @@ class Trainer:
         def loss(batch: Batch = batches[0]) -> torch.Tensor:
             return self.objective(engine.model, batch.to(engine.device)).loss_sum
 
-        sharded = engine.world > 1 and self.config.engine.zero_stage == 3  # a backward pass there ends in reductions
-        rehearse = None if sharded else rehearsal(loss, engine.model)
+        # A backward pass there ends in reductions, also with one rank
+        hooked = self.config.engine.kind is EngineKind.deepspeed and self.config.engine.zero_stage == 3
+        rehearse = None if hooked else rehearsal(loss, engine.model)
         self.precision.begin_step(self.position.step, self.progress, rehearse)
         self.precision.begin_micro_batch(self.position.step, engine.rank * len(batches), engine.rank)
         self.stabilisers.before_step(self.position.step + 1, batches, loss, valid)

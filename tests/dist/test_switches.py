@@ -23,13 +23,27 @@ def config_of(folder: Path, stage: int) -> RunConfig:
     return replace(config, precision=PrecisionConfig(compute=config.precision.compute, switch=switch))
 
 
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.exhaustive)], ids=str)
+EVERY = (0, 1, 2, 3)
+CELLS = [
+    pytest.param(2, (1, 3), id="two ranks"),
+    pytest.param(1, (1, 3), id="one rank"),
+    *(pytest.param(world, EVERY, marks=pytest.mark.exhaustive, id=f"{world} ranks, every stage") for world in (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("world", "stages"), CELLS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rehearsal_on_every_rank_changes_nothing(tmp_path: Path, backend: str, stages: tuple[int, ...]) -> None:
-    """Oracle: one process by `LocalEngine`; stage 3 does without a rehearsal and switches all the same."""
+def test_a_rehearsal_on_every_rank_changes_nothing(
+    tmp_path: Path, backend: str, world: int, stages: tuple[int, ...]
+) -> None:
+    """Oracle: one process by `LocalEngine`; stage 3 does without a rehearsal and switches all the same.
+
+    The stages are jobs of one set of processes, one after the other; a stage-3 engine's hooks are those of any number
+    of ranks, so one rank is a case of its own.
+    """
     pretrain(jobs.local(config_of(tmp_path, 0), backend), tmp_path / "one")
     planned = [(config_of(tmp_path, stage), tmp_path / f"stage{stage}", {}) for stage in stages]
-    fine(run_jobs(2, planned, tmp_path / "two", backend))
+    fine(run_jobs(world, planned, tmp_path / "ranks", backend))
     for stage in stages:
         found = tiny_runs.rows(tmp_path / f"stage{stage}")
         for row, wanted in zip(found, tiny_runs.rows(tmp_path / "one"), strict=True):
