@@ -177,7 +177,7 @@ class Attachment:
         self.residuals = residuals
         if self.stage == 0:
             assert isinstance(self.reducer, CodedReducer)
-            for bucket in _buckets([p for p in parameters if id(p) not in self.exact], bucket_numbers):
+            for bucket in buckets([p for p in parameters if id(p) not in self.exact], bucket_numbers):
                 sent = residuals.span([self.names[id(p)] for p in bucket])
                 residuals.buckets.append(self.reducer.feedback(sent))
 
@@ -185,7 +185,7 @@ class Attachment:
         """Stage 0: sum all gradients over the ranks, in place."""
         self._exact_sum([p.grad for p in parameters if p.grad is not None and id(p) in self.exact])
         coded = [p.grad for p in parameters if p.grad is not None and id(p) not in self.exact]
-        for index, bucket in enumerate(_buckets(coded, bucket_numbers)):
+        for index, bucket in enumerate(buckets(coded, bucket_numbers)):
             flat = torch.cat([g.view(-1) for g in bucket])
             stock = None if self._checked else flat.clone()
             feedback = self.residuals.buckets[index] if self.residuals is not None else None
@@ -331,7 +331,7 @@ def _arguments(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(inner[0] if len(inner) == 1 else function).parameters)
 
 
-def _buckets(tensors: list[Tensor], numbers: int) -> Iterator[list[Tensor]]:
+def buckets(tensors: list[Tensor], numbers: int) -> Iterator[list[Tensor]]:
     """Consecutive tensors of about `numbers` numbers together."""
     bucket: list[Tensor] = []
     for tensor in tensors:
