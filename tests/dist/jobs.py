@@ -78,6 +78,7 @@ def disturb(what: dict[str, Any]) -> None:
 def main() -> None:
     """Run the jobs; what a job raises is printed as JSON, with its class, and the next one begins."""
     import torch
+    from nearness import exact_muon
 
     from lowbit.configs.stored import load_config
     from lowbit.errors import LowbitError
@@ -85,6 +86,7 @@ def main() -> None:
     from lowbit.trainer.run import pretrain_on
 
     torch.set_num_threads(1)
+    exact_muon()
     folder, backend = Path(sys.argv[1]), sys.argv[2]
     jobs = json.loads((folder / "jobs.json").read_text())
     configs = [load_config(Path(job["config"])) for job in jobs]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nearness import exact_muon
 from safetensors.torch import load_file, save_file
 
 from lowbit.configs.schema import (
@@ -282,6 +283,7 @@ def fingerprint(engine: Engine) -> float:
 def main() -> None:
     """Run the cases one after the other."""
     torch.set_num_threads(1)
+    exact_muon()
     folder, backend = Path(sys.argv[1]), sys.argv[2]
     cases = json.loads((folder / "cases.json").read_text())
     device = "cuda" if backend == "nccl" else "cpu"
