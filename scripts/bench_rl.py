@@ -39,7 +39,8 @@ from lowbit.rl.precision import trainer_precision
 from lowbit.rl.prompts import Prompts
 from lowbit.rl.rewards import RewardPool
 from lowbit.rl.rollout import Collector, Conversation
-from lowbit.rl.run import WarmStart, run_config, tokenizer_of, train
+from lowbit.rl.run import train
+from lowbit.rl.task_run import WarmStart, run_config, tokenizer_of
 from lowbit.rl.tasks import Split, make_task
 from lowbit.trainer.distributed import ALONE
 from lowbit.trainer.hardware import compute_dtype, device_name, pick_device

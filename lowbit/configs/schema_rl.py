@@ -109,6 +109,9 @@ class RolloutConfig:
     """null: all tokens. Anything else is refused: see top_p."""
     top_p: float = 1.0
     """1: all tokens. Less is refused, because the trainer's log-probabilities are of all tokens."""
+    device: str = ""
+    """Where conversations are drawn. Empty: where the trainer is; cpu or cuda:N: there, with copies of the weights.
+    With staleness both GPUs then work at the same time."""
     slots: int = 256
     """Conversations drawn at the same time."""
     cache: CacheFormat = CacheFormat.auto

@@ -4,6 +4,7 @@ The trainer's run is `validate`'s business; here is what reinforcement learning 
 """
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,12 @@ def _sampling(config: RlConfig) -> None:
     if r.staleness and config.engine.kind is EngineKind.deepspeed:
         why = "drawing ahead works in one process"
         raise refuse(config, "rollout.staleness", "engine.kind", why=why, works="rollout.staleness=0 would work")
+    if r.device and not re.fullmatch(r"cpu|cuda:[0-9]+", r.device):
+        why = "must be empty, cpu or cuda:N"
+        raise refuse(config, "rollout.device", why=why, works="rollout.device=cuda:1 would work")
+    if r.device and config.engine.kind is EngineKind.deepspeed:
+        why = "each rank draws on its own device"
+        raise refuse(config, "rollout.device", "engine.kind", why=why, works="rollout.device='' would work")
     if r.staleness and config.deterministic:
         why = "when the newest weights reach a sampler that draws ahead depends on the clock"
         raise refuse(config, "rollout.staleness", "deterministic", why=why, works="rollout.staleness=0 would work")

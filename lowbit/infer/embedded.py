@@ -71,6 +71,7 @@ class EmbeddedSampler:
         graphs: bool = True,
         packed: bool = True,
         fused: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         """
         Args:
@@ -83,15 +84,16 @@ class EmbeddedSampler:
             block: tokens of a block of the cache. prefill_tokens: most tokens that are read at once.
             graphs, packed: on a GPU, capture the decoding step; multiply by weights in few bits where that is faster,
                 and not by BF16 copies of them. fused: in BF16 on a GPU, compute a layer in fewer kernels.
+            device: where the copies are; None: where `model` is. If not the current GPU, see `elsewhere.py`.
 
         Raises:
             ConfigError: a precision whose activations are scaled across the batch; no slots.
         """
         if slots < 1:
             raise ConfigError(f"slots={slots} must be at least 1")
-        self.device = model.head_weight.device
+        self.device = device or model.head_weight.device
         gpu = self.device.type == "cuda"
-        self.model = shadow(model, policy, own=not share, native=gpu and packed)
+        self.model = shadow(model, policy, own=not share, native=gpu and packed, device=self.device)
         self.model.eval()
         self.packed = pack_layers(self.model) + nativise(self.model) if packed else 0
         """Layers that multiply by weights in few bits, and not by BF16 copies of them."""

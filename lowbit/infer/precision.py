@@ -66,51 +66,57 @@ def _spans_rows(spec: QuantSpec) -> bool:
     return spec.outer is Outer.TENSOR or spec.block[0] != 1 or (spec.scale is Scale.FP32 and spec.block[0] == 0)
 
 
-def shadow(model: Transformer, policy: PrecisionPolicy | None, own: bool, native: bool = False) -> Transformer:
+def shadow(
+    model: Transformer,
+    policy: PrecisionPolicy | None,
+    own: bool,
+    native: bool = False,
+    device: torch.device | None = None,
+) -> Transformer:
     """A second tree of modules with the parameters and state of `model`.
 
     Args:
         policy: whose sampler stage it computes in; None: as `model` does now. own: with copies of the parameters, the
-            sums in place of adapted weights.
+            sums in place of adapted weights. device: where the copies are; None: where `model` is.
         native: products run on tensor cores where the device has them for the format.
 
     Raises: ConfigError, as `check_sampler` and `apply_policy`.
     """
-    made = _copied(model, {}, own)
+    device = model.head_weight.device if device is None else device
+    made = _copied(model, {}, device if own else None)
     if own:
         merge(made)
     if policy is not None:
         check_sampler(policy)
         _plain(made)
-        device = model.head_weight.device
         backend = MatrixBackend.auto if native else MatrixBackend.emulated
         chooser = Chooser.on(device, model.compute_dtype, backend, check=native)
         apply_policy(made, policy, seed=0, stage=Stage.sampler, chooser=chooser)
     return made
 
 
-def _copied(module: M, copies: dict[int, Tensor], own: bool) -> M:
-    """A module with its children; parameters and buffers shared, or copied once each."""
+def _copied(module: M, copies: dict[int, Tensor], device: torch.device | None) -> M:
+    """A module with its children; parameters and buffers shared, or copied once each to `device`."""
     made = module.__class__.__new__(module.__class__)
     state: dict[str, Any] = dict(module.__dict__)
     for kind in list(state):
         if kind.endswith("_hooks") or kind.endswith("_hooks_with_kwargs") or kind.endswith("_hooks_always_called"):
             state[kind] = type(state[kind])()
     state.pop("_compiled_call_impl", None)
-    state["_modules"] = {name: None if m is None else _copied(m, copies, own) for name, m in module._modules.items()}
+    state["_modules"] = {name: None if m is None else _copied(m, copies, device) for name, m in module._modules.items()}
     for kind in ("_parameters", "_buffers"):
-        state[kind] = {name: _tensor(t, copies, own) for name, t in state[kind].items()}
+        state[kind] = {name: _tensor(t, copies, device) for name, t in state[kind].items()}
     if "frozen" in state:
         state["frozen"] = None
     made.__dict__.update(state)
     return made
 
 
-def _tensor(tensor: Tensor | None, copies: dict[int, Tensor], own: bool) -> Tensor | None:
-    if tensor is None or not own:
+def _tensor(tensor: Tensor | None, copies: dict[int, Tensor], device: torch.device | None) -> Tensor | None:
+    if tensor is None or device is None:
         return tensor
     if id(tensor) not in copies:
-        copy = tensor.detach().clone()
+        copy = tensor.detach().to(device, copy=True)
         copies[id(tensor)] = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
     return copies[id(tensor)]
 

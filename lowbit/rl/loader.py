@@ -130,9 +130,10 @@ class RolloutLoader(Loader):
                 self.producer.publish(self.steps)
                 sync = time.perf_counter() - began
                 rollout = self._take()
+                wait = time.perf_counter() - began - sync
             self._begun = self.steps
             steps = min(self.config.rollout.updates, max(ranks.gather(len(rollout.groups))))
-            self._measure(rollout, sync)
+            self._measure(rollout, {"seconds/sync": sync, "seconds/wait": wait})
             if steps:
                 self._empty = 0
                 self._pending = deque([c for group in rollout.groups[i::steps] for c in group] for i in range(steps))
@@ -158,16 +159,21 @@ class RolloutLoader(Loader):
             rollout = self.producer.take()
             if self.steps - rollout.version <= self.config.rollout.staleness:
                 return rollout
+            if not self.config.rollout.staleness:
+                raise LowbitError(
+                    f"rollout {rollout.index} was drawn with weights of version {rollout.version}, and the trainer's "
+                    f"are of version {self.steps}: the sampler did not take them over"
+                )
             logger.warning("rollout %d is %d steps old and is dropped", rollout.index, self.steps - rollout.version)
 
-    def _measure(self, rollout: Rollout, sync: float) -> None:
-        """Metrics of a rollout, from the sums of all ranks."""
+    def _measure(self, rollout: Rollout, waits: dict[str, float]) -> None:
+        """Metrics of a rollout, from the sums of all ranks; `waits`: what the trainer waited for."""
         counts = rollout.counts | {"rollouts": 1.0, "stale": float(self.steps - rollout.version)}
         everywhere = sorted(set().union(*self.engine.ranks.gather(sorted(counts))))
         sums = dict(zip(everywhere, self.engine.ranks.sum([counts.get(k, 0.0) for k in everywhere]), strict=True))
         world = self.engine.ranks.world
         seconds = {key: value / world for key, value in sums.items() if key.startswith("seconds/")}
-        self._row |= metrics_of(sums) | seconds | {"seconds/sync": sync}
+        self._row |= metrics_of(sums) | seconds | waits
         drawing = max(seconds.get("seconds/rollout", 0.0), 1e-9)
         self._row["rollout_tokens_per_second"] = sums.get("drawn", 0.0) / drawing / world
 

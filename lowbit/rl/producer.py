@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lowbit.configs.schema_rl import Advantage, RlConfig
@@ -137,12 +138,31 @@ class Producer:
         """Nothing runs."""
 
 
-class AheadProducer(Producer):
-    """Draws in a thread, at most `ahead` rollouts before they are taken."""
+class CopyingProducer(Producer):
+    """Draws when asked, with a sampler that has copies of the weights, on whatever device."""
 
-    def __init__(self, drawing: Drawing, weights: Callable[[], Weights], ahead: int, seconds: float) -> None:
+    def __init__(self, drawing: Drawing, weights: Callable[[], Weights]) -> None:
         super().__init__(drawing)
         self._weights = weights
+
+    def publish(self, version: int) -> None:
+        """Send the weights to the sampler."""
+        self.last_update = self.sampler.update(self._weights(), version)
+
+
+class AheadProducer(Producer):
+    """Draws in a thread, at most `ahead` rollouts before they are taken; weights wait for it on `device`."""
+
+    def __init__(
+        self,
+        drawing: Drawing,
+        weights: Callable[[], Weights],
+        ahead: int,
+        seconds: float,
+        device: torch.device,
+    ) -> None:
+        super().__init__(drawing)
+        self._weights, self._device = weights, device
         self._ahead, self._seconds = ahead, seconds
         self._change = threading.Condition()
         self._waiting: deque[Rollout] = deque()
@@ -154,7 +174,7 @@ class AheadProducer(Producer):
 
     def publish(self, version: int) -> None:
         """Leave a copy for the thread, which takes the newest before each rollout."""
-        copies = [(name, tensor.detach().clone()) for name, tensor in self._weights()]
+        copies = [(name, tensor.detach().to(self._device, copy=True)) for name, tensor in self._weights()]
         with self._change:
             self._mail = (copies, version)
             self._change.notify_all()

@@ -6,58 +6,48 @@ run folder/samples.jsonl   conversations, readable: text, rewards by part, token
 run folder/warm_start  the supervised run before it, where `warm_start.steps` asks for one; all weights train in it
 
 The sampler has modules of its own, in its own precision, and the trainer's very parameters: nothing is copied, and a
-new version of the weights is only quantised again. A sampler that draws ahead of the trainer has copies. With LoRA the
-one quantises the sums of weights and adapters, and the other has copies of the sums.
+new version of the weights is only quantised again. A sampler that draws ahead of the trainer, or on a device of its
+own (`rollout.device`), has copies. With LoRA the one quantises the sums of weights and adapters, and the other has
+copies of the sums.
 """
 
 import logging
 import math
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from lowbit.configs.schema import RunConfig, TokenizerKind
 from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.stored import save_config
 from lowbit.configs.validate_rl import warm_start_config
-from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Loader
-from lowbit.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer
 from lowbit.errors import CheckpointError, ConfigError, DataError
-from lowbit.infer.embedded import EmbeddedSampler
-from lowbit.infer.kv_codec import KvFormat
-from lowbit.models.adapters import adapt, merged_weights, without_adapters
+from lowbit.models.adapters import adapt, without_adapters
 from lowbit.models.transformer import Transformer
 from lowbit.quant.report import collapse
-from lowbit.quant.stages import resolve
 from lowbit.rl.loader import RolloutLoader
 from lowbit.rl.objective import PolicyGradient
-from lowbit.rl.precision import trainer_precision
-from lowbit.rl.producer import AheadProducer, Drawing, Producer, Weights
-from lowbit.rl.prompts import Prompts
-from lowbit.rl.rewards import RewardPool
-from lowbit.rl.rollout import Collector, check_prompts
+from lowbit.rl.producer import AheadProducer, CopyingProducer, Drawing, Producer
+from lowbit.rl.rollout import check_prompts
 from lowbit.rl.samples import SampleLog
-from lowbit.rl.supervised import SupervisedLoader
-from lowbit.rl.tasks import Split, Task, fingerprint, make_task
+from lowbit.rl.task_run import TaskRun, WarmStart
+from lowbit.rl.tasks import Split
 from lowbit.trainer.checkpoint import Snapshot
 from lowbit.trainer.distributed import Ranks
-from lowbit.trainer.engine import Engine, LocalEngine, wants_compile
+from lowbit.trainer.engine import Engine
 from lowbit.trainer.files import SAMPLES
+from lowbit.trainer.hardware import find_device
 from lowbit.trainer.launch import open_ranks
 from lowbit.trainer.loaded import build_model, load_run, shown_path
 from lowbit.trainer.loop import Position, Trainer
 from lowbit.trainer.lora import META, require_same_adapters
 from lowbit.trainer.metrics import MetricsLog
-from lowbit.trainer.objective import NextToken, Objective
+from lowbit.trainer.objective import Objective
 from lowbit.trainer.precision import RunPrecision
-from lowbit.trainer.run import Pretraining, RunResult, execute
+from lowbit.trainer.run import RunResult, execute
 
 logger = logging.getLogger("lowbit")
 
@@ -71,6 +61,8 @@ def train(config: RlConfig, run_dir: Path) -> RunResult:
 
 def train_on(config: RlConfig, run_dir: Path, ranks: Ranks, device: torch.device) -> RunResult:
     """The same on ranks that have found each other already."""
+    if config.rollout.device:
+        find_device(config.rollout.device)  # a mistake is told before the warm start
     if config.warm_start.steps:
         folder = run_dir / "warm_start"
         if ranks.share(not (run_dir / "checkpoints").is_dir() if ranks.first else None):
@@ -78,165 +70,6 @@ def train_on(config: RlConfig, run_dir: Path, ranks: Ranks, device: torch.device
             execute(lambda: WarmStart(warm_start_config(config), folder, ranks, device), folder, ranks)
         config = replace(config, init_from=str(folder))
     return execute(lambda: Reinforcement(config, run_dir, ranks, device), run_dir, ranks)
-
-
-class TaskData:
-    """What stands in for a data set: a tokenizer and a task."""
-
-    def __init__(self, tokenizer: Tokenizer, task: Task) -> None:
-        self.tokenizer = tokenizer
-        self.task = task
-        self.fingerprint = fingerprint(task)
-
-    def describe(self) -> dict[str, Any]:
-        """What a checkpoint remembers."""
-        return {"fingerprint": self.fingerprint, "tokenizer": self.tokenizer.digest} | self.task.describe()
-
-
-def tokenizer_of(config: RunConfig) -> Tokenizer:
-    """The tokenizer of a run without documents."""
-    given = config.data.tokenizer
-    return bytes_tokenizer() if given.kind is TokenizerKind.bytes else load_tokenizer(given.path, given.eot)
-
-
-def run_config(config: RlConfig) -> RunConfig:
-    """The trainer's run: what its folder keeps as config.yaml."""
-    plain = RunConfig(**{name: getattr(config, name) for name in RunConfig.__dataclass_fields__})
-    return replace(plain, precision=trainer_precision(config.precision))
-
-
-class TaskRun(Pretraining):
-    """A run on a task: evaluated by what the model answers, greedily, to held-out problems."""
-
-    def __init__(self, config: RlConfig, run_dir: Path, ranks: Ranks, device: torch.device) -> None:
-        super().__init__(run_config(config), run_dir, ranks, device)
-        self.rl = config
-        self.task = make_task(config.task)
-        self.rewards: RewardPool | None = None
-        self.first_accuracy: float | None = None
-
-    def _prepare_data(self) -> Dataset:
-        data = TaskData(tokenizer_of(self.config), self.task)
-        self.prompts = Prompts(data.tokenizer, self.rl.task)
-        self.rewards = RewardPool(self.rl.task, self.rl.reward)
-        return cast(Dataset, data)
-
-    def _collector(self, share: bool) -> Collector:
-        """With a sampler of the trainer's very parameters, or of copies. The weights have to be there already."""
-        assert self.rewards is not None
-        with self.whole():
-            sampler = EmbeddedSampler(
-                self.model,
-                self.data.tokenizer.eot_id,
-                resolve(self.rl.precision),
-                slots=self.rl.rollout.slots,
-                kv=KvFormat(self.rl.rollout.cache.value),
-                deterministic=self.config.deterministic,
-                share=share,
-            )
-        return Collector(self.rl, self.task, self.prompts, sampler, self.rewards)
-
-    @cached_property
-    def judge(self) -> Collector:
-        """What evaluates, and what draws unless something draws ahead."""
-        return self._collector(share=True)
-
-    def weights(self) -> Weights:
-        """The trainer's weights and state by name, adapters added; whole where the caller made them so (`whole`)."""
-        return list(merged_weights(self.model).items())
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, every rank has all weights."""
-        assert self.engine is not None
-        with nullcontext() if isinstance(self.engine, LocalEngine) else self.engine.whole_model():
-            yield
-
-    def _evaluate(self, last: bool) -> dict[str, float]:
-        """Greedy answers to held-out problems, the same ones each time."""
-        ranks, count = self.ranks, self.rl.task.examine
-        size = self.task.size(Split.held_out)
-        numbers = range(min(count, count if size is None else size))
-        with self.whole():
-            self.judge.sampler.update((), self.judge.sampler.version)
-            groups = self.judge.draw(numbers[ranks.rank :: ranks.world], Split.held_out, 1, greedy=True)
-        self.judge.check(groups)
-        flat = [c for group in groups for c in group]
-        rewards = [c.reward or 0.0 for c in flat]
-        right = sum(reward >= 1.0 for reward in rewards)
-        total, good, asked, length = ranks.sum([math.fsum(rewards), right, len(flat), sum(len(c.drawn) for c in flat)])
-        asked = max(asked, 1.0)
-        self._final_bpb = good / asked  # the base keeps one number of the last evaluation: here it is this one
-        if self.first_accuracy is None:
-            self.first_accuracy = self._final_bpb
-        return {"val_accuracy": good / asked, "val_reward": total / asked, "val_length": length / asked}
-
-    def close(self) -> None:
-        super().close()
-        if self.rewards is not None:
-            self.rewards.close()
-
-    def _conclude(self, position: Position) -> RunResult:
-        logger.info("held-out greedy accuracy %.1f%%", 100 * (self._final_bpb or 0.0))
-        return RunResult(self.run_dir, position.step, position.tokens, math.nan, math.nan, "")
-
-
-class WarmTrainer(Trainer):
-    """The loop, until the answers are right often enough."""
-
-    enough = False
-
-    @property
-    def done(self) -> bool:
-        """See `Trainer.done`."""
-        return self.enough or super().done
-
-
-class WarmStart(TaskRun):
-    """Supervised steps on solved problems."""
-
-    trainer_class = WarmTrainer
-    _enough = False
-
-    def build(self) -> Trainer:
-        """See `Pretraining.build`."""
-        trainer = super().build()
-        assert isinstance(trainer, WarmTrainer)
-        trainer.enough = self._enough
-        self._trainer = trainer
-        return trainer
-
-    def _evaluate(self, last: bool) -> dict[str, float]:
-        row = super()._evaluate(last)
-        settings = self.rl.warm_start
-        self._enough = settings.check_steps > 0 and row["val_accuracy"] >= settings.accuracy
-        self._trainer.enough = self._enough
-        return row
-
-    def _own_state(self) -> dict[str, Any]:
-        return {"enough": self._enough}
-
-    def _resume(self, snapshot: Snapshot | None) -> Position:
-        if snapshot is not None:
-            self._enough = bool(snapshot.meta.get("enough", False))
-        return super()._resume(snapshot)
-
-    def _make_loader(self) -> Loader:
-        check_prompts(self.rl, self.task, self.prompts)
-        return SupervisedLoader(
-            self.task,
-            self.prompts,
-            seed=self.config.seed,
-            examples=self.rl.warm_start.examples,
-            length=self.config.data.sequence_length,
-            rows=self.config.batch.micro_batch,
-            fingerprint=self.data.fingerprint,
-            full=wants_compile(self.config.engine.compile, self.device),
-            ranks=self.ranks,
-        )
-
-    def _make_objective(self) -> Objective:
-        return NextToken(self.config.optim.z_loss)
 
 
 class RlTrainer(Trainer):
@@ -306,10 +139,13 @@ class Reinforcement(TaskRun):
 
     def _make_producer(self) -> Producer:
         rollout = self.rl.rollout
-        if not rollout.staleness:
+        if not rollout.staleness and not rollout.device:
             return Producer(Drawing(self.rl, self.judge, self.ranks))
-        drawing = Drawing(self.rl, self._collector(share=False), self.ranks)
-        return AheadProducer(drawing, self.weights, rollout.staleness // rollout.updates, rollout.seconds)
+        apart = find_device(rollout.device) if rollout.device else self.device
+        drawing = Drawing(self.rl, self._collector(apart), self.ranks)
+        if not rollout.staleness:
+            return CopyingProducer(drawing, self.weights)
+        return AheadProducer(drawing, self.weights, rollout.staleness // rollout.updates, rollout.seconds, apart)
 
     def _reference(self) -> Transformer | None:
         """What the KL is to: another run, or what this one began with. With nothing but adapters to train that is the

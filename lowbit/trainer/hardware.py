@@ -52,7 +52,15 @@ def device_name(device: torch.device) -> str:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU where there is none."""
+    """`auto` is the first GPU, or the CPU where there is none; a GPU becomes the current device."""
+    device = find_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def find_device(name: str) -> torch.device:
+    """The same, and the current device stays. Raises ConfigError for a device that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
@@ -65,7 +73,6 @@ def pick_device(name: str) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         if device.index >= count:
             raise ConfigError(f"device={name}, but the CUDA devices here are 0 to {count - 1}: see `lowbit doctor`")
-        torch.cuda.set_device(device)
     return device
 
 

@@ -112,6 +112,8 @@ REFUSED = [
     (["rollout.samples=1"], "a group of one has no mean"),
     (["rollout.samples=7"], "an optimizer step takes whole groups; batch.sequences=259 would work"),
     (["rollout.staleness=1", "rollout.updates=2"], "at least rollout.updates steps old"),
+    (["rollout.device=cuda"], "must be empty, cpu or cuda:N"),
+    (["rollout.device=cpu", "engine=deepspeed"], "each rank draws on its own device"),
     (["rollout.staleness=1", "engine=deepspeed"], "drawing ahead works in one process"),
     (["rollout.staleness=1", "deterministic=true", "max_steps=5"], "depends on the clock"),
     (["rollout.empty_limit=0"], "must be at least 1"),

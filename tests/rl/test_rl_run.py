@@ -245,7 +245,7 @@ def test_a_sampler_that_never_answers_is_named() -> None:
             time.sleep(1.0)
             raise RuntimeError("too late")
 
-    producer = AheadProducer(Stuck(), lambda: [], 1, 0.2)  # type: ignore[arg-type]
+    producer = AheadProducer(Stuck(), lambda: [], 1, 0.2, torch.device("cpu"))  # type: ignore[arg-type]
     producer.publish(0)
     with pytest.raises(LowbitError, match=r"no conversations came within rollout.seconds=0.2: rollout 0 is missing"):
         producer.take()
@@ -272,7 +272,7 @@ def test_what_a_thread_raises_is_raised_here() -> None:
         def draw(self, position: Any, version: int) -> Rollout:
             raise LowbitError("the sampler broke")
 
-    producer = AheadProducer(Broken(), lambda: [], 1, 5.0)
+    producer = AheadProducer(Broken(), lambda: [], 1, 5.0, torch.device("cpu"))
     producer.publish(0)
     with pytest.raises(LowbitError, match="the sampler broke"):
         producer.take()
