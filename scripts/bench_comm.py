@@ -35,6 +35,7 @@ from lowbit.comm.codec import Codec
 from lowbit.comm.codecs import CODECS, Squinch, make_codec
 from lowbit.comm.collective import TwoHop
 from lowbit.comm.cost import CPU_CODINGS, Coding, Link, gather_seconds, parse_rate, reduction_seconds
+from lowbit.comm.noise import Noise
 from lowbit.comm.partition import piece_length
 from lowbit.comm.reducers import Bf16Reducer, CodedReducer, Reducer, choose
 from lowbit.comm.squinch import ReferenceSquinch
@@ -60,7 +61,8 @@ def codec_calls(codec: Codec, x: Tensor, ranks: int) -> dict[str, tuple[Callable
     share = n // ranks // 4096 * 4096
     rows = codec.encode_rows(x[: ranks * share], ranks, share)
     out = torch.empty(n, dtype=torch.float32, device=x.device)
-    return {
+    by_chance = {"encode, stochastic": (lambda: codec.encode(x, Noise((1, 2, 3))), x.nbytes + size)}
+    return (by_chance if isinstance(codec, Squinch) and x.is_cuda else {}) | {
         "encode": (lambda: codec.encode(x), x.nbytes + size),
         "decode": (lambda: codec.decode_rows(message[None], n, out), out.nbytes + size),
         f"sum of {ranks}, encode": (lambda: codec.sum_encode(rows, share, 1 / ranks), (ranks + 1) * rows.shape[1]),
@@ -85,7 +87,7 @@ def bench_codec(args: argparse.Namespace) -> list[Row]:
     for name, codec in coders:
         for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
             for operation, (run, moved) in codec_calls(codec, source.to(dtype), 4).items():
-                if dtype is torch.bfloat16 and operation != "encode":
+                if dtype is torch.bfloat16 and not operation.startswith("encode"):
                     continue
                 rows.append(codec_row(name, operation, dtype, timed(run), moved, copy, n))
         if device.type == "cpu" and isinstance(codec, Squinch):

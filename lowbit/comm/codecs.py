@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Squinch(ReferenceSquinch):
-    """squinch or sq48: Triton kernels on a GPU, `fast` on a CPU, the reference elsewhere and with noise. One
-    format, the same bytes from all three.
+    """squinch or sq48: Triton kernels on a GPU, `fast` on a CPU, the reference elsewhere and, on a CPU, with noise.
+    One format, the same bytes from all three.
     """
 
     def __init__(self, grid: Grid = SQ48, search: bool = True, warps: int | None = None) -> None:
@@ -31,16 +31,23 @@ class Squinch(ReferenceSquinch):
         self._gpu: TritonCoder | None = None
 
     def encode(self, x: Tensor, noise: Noise | None = None) -> Tensor:
-        if noise is not None or x.device.type not in ("cpu", "cuda"):
+        if not self._quick(x, noise):
             return super().encode(x, noise)
-        return self.encode_rows(x, 1, x.numel())[0]
+        return self._encode_rows(x, 1, x.numel(), [noise] if noise else None)[0]
 
     def encode_rows(self, x: Tensor, rows: int, per_row: int, noise: Noise | None = None) -> Tensor:
-        if noise is not None or x.device.type not in ("cpu", "cuda"):
+        if not self._quick(x, noise):
             return super().encode_rows(x, rows, per_row, noise)
+        return self._encode_rows(x, rows, per_row, [noise.fork(r) for r in range(rows)] if noise else None)
+
+    def _quick(self, x: Tensor, noise: Noise | None) -> bool:
+        """Whether there is something faster than the reference."""
+        return x.is_cuda or (x.device.type == "cpu" and noise is None)
+
+    def _encode_rows(self, x: Tensor, rows: int, per_row: int, noise: list[Noise] | None) -> Tensor:
         out = torch.empty(rows, self.nbytes(per_row), dtype=torch.uint8, device=x.device)
         if x.is_cuda:
-            self.on_gpu().encode(x.contiguous(), rows, per_row, out)
+            self.on_gpu().encode(x.contiguous(), rows, per_row, out, noise or None)
         else:
             for r in range(rows):
                 self._cpu.encode(x[r * per_row : (r + 1) * per_row], per_row, out[r])
@@ -74,11 +81,11 @@ class Squinch(ReferenceSquinch):
         return out
 
     def sum_encode(self, messages_: Tensor, n: int, factor: float, noise: Noise | None = None) -> Tensor:
-        if noise is not None or messages_.device.type not in ("cpu", "cuda"):
+        if not self._quick(messages_, noise):
             return super().sum_encode(messages_, n, factor, noise)
         out = torch.empty(self.nbytes(n), dtype=torch.uint8, device=messages_.device)
         if messages_.is_cuda:
-            self.on_gpu().sum(messages_.contiguous(), n, factor, out, encode=True)
+            self.on_gpu().sum(messages_.contiguous(), n, factor, out, encode=True, noise=noise)
         else:
             self._check(messages_, n)
             self._cpu.sum_encode(messages_, n, factor, out)

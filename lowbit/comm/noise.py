@@ -25,11 +25,15 @@ class Noise:
         """A stream of its own for each choice of words."""
         return replace(self, key=self.key + words)
 
+    def words(self) -> list[int]:
+        """The key as a kernel takes it: 32-bit words with which a position is mixed, one after the other."""
+        return [_mix_int(k & _MASK) for k in (len(self.key), *self.key)]
+
     def uniform(self, count: int, device: torch.device) -> Tensor:
         """FP32 [count]: multiples of 2**-24 in [0, 1)."""
         word = torch.arange(count, dtype=torch.int64, device=device) & _MASK
-        for k in (len(self.key), *self.key):
-            word = _mix(word ^ _mix_int(k & _MASK))
+        for k in self.words():
+            word = _mix(word ^ k)
         return (word >> 8).float() * 2.0**-24
 
 

@@ -95,7 +95,7 @@ class CommConfig:
     """Add what rounding took from a gradient to the next step's. Keeps a whole FP32 gradient a rank, also in
     checkpoints; in simulations 6 bits and nearest rounding did not need it. Not with machines of several ranks."""
     stochastic_rounding: bool = False
-    """Round the 6-bit codes up or down at random, right on average: 3 to 4 dB more error a step, and slow (no kernel),
+    """Round the 6-bit codes up or down at random, right on average: 3 to 4 dB more error a step, and slow on a CPU,
     for ranks whose gradients are nearly the same."""
 
 

@@ -57,6 +57,24 @@ def check_against_reference(
             assert same(rounded.cpu().float(), out_expected.bfloat16().float()), where
 
 
+def check_noise(
+    codec: Codec, reference: Codec, device: str, sizes: list[tuple[int, int, int]], kinds: list[str] = KINDS
+) -> None:
+    """The same for stochastic rounding: noise of each row, of a message alone, and of a sum."""
+    noise = Noise((1 << 35, 7, 3))
+    for kind, (rows, per_row, n) in itertools.product(kinds, sizes):
+        where = f"{codec.name} {kind} {rows} x {per_row}, {n} values"
+        x = torch.from_numpy(values(kind, n, seed=n)) if n else torch.zeros(0)
+        expected = reference.encode_rows(x, rows, per_row, noise)
+        messages = codec.encode_rows(x.to(device), rows, per_row, noise)
+        assert torch.equal(messages.cpu(), expected), where
+        assert torch.equal(codec.encode(x.to(device), noise).cpu(), reference.encode(x, noise)), where
+        again = codec.sum_encode(messages, per_row, 1 / 3, noise)
+        assert torch.equal(again.cpu(), reference.sum_encode(expected, per_row, 1 / 3, noise)), where
+        if kind == "normal" and n > 1000:
+            assert not torch.equal(expected, reference.encode_rows(x, rows, per_row)), where
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_fast_path_is_the_reference(name: str) -> None:
     sizes = [(1, 0, 0), (1, 1, 1), (3, 256, 700), (2, 4224, 8400), (3, 100, 100), (1, 33000, 33000)]
@@ -68,6 +86,13 @@ def test_the_fast_path_is_the_reference(name: str) -> None:
 def test_the_kernels_are_the_reference(name: str) -> None:
     sizes = [(1, 0, 0), (1, 1, 1), (3, 256, 700), (2, 4224, 8400), (3, 100, 100), (5, 40960, 200001)]
     check_against_reference(make_codec(name), ReferenceSquinch(*FORMATS[name]), "cuda", sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_kernels_round_by_chance_as_the_reference(name: str) -> None:
+    sizes = [(1, 0, 0), (1, 1, 1), (3, 256, 700), (2, 4224, 8400), (5, 40960, 200001)]
+    check_noise(make_codec(name), ReferenceSquinch(*FORMATS[name]), "cuda", sizes)
 
 
 @pytest.mark.gpu
@@ -92,10 +117,11 @@ def test_the_kernels_in_the_interpreter() -> None:
     """
     code = """
 import numpy, torch
-from test_codecs import FORMATS, INTERPRETED, check_against_reference, interpreted
+from test_codecs import FORMATS, INTERPRETED, check_against_reference, check_noise, interpreted
 numpy.seterr(all="ignore")
 for name in FORMATS:
     check_against_reference(*interpreted(name), "cpu", *INTERPRETED)
+    check_noise(*interpreted(name), "cpu", *INTERPRETED)
 print("equal")
 """
     folder = Path(__file__).parent
@@ -114,9 +140,14 @@ def interpreted(name: str) -> tuple[Codec, Codec]:
     gpu = codec.on_gpu()
 
     class Interpreted(ReferenceSquinch):
+        def encode(self, x: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
+            out = torch.full((1, self.nbytes(len(x))), 77, dtype=torch.uint8)
+            gpu.encode(x, 1, len(x), out, [noise] if noise else None)
+            return out[0]
+
         def encode_rows(self, x: torch.Tensor, rows: int, per_row: int, noise: Noise | None = None) -> torch.Tensor:
             out = torch.full((rows, self.nbytes(per_row)), 77, dtype=torch.uint8)
-            gpu.encode(x, rows, per_row, out)
+            gpu.encode(x, rows, per_row, out, [noise.fork(r) for r in range(rows)] if noise else None)
             return out
 
         def decode_rows(self, messages: torch.Tensor, per_row: int, out: torch.Tensor) -> None:
@@ -133,7 +164,7 @@ def interpreted(name: str) -> tuple[Codec, Codec]:
 
         def sum_encode(self, messages: torch.Tensor, n: int, factor: float, noise: Noise | None = None) -> torch.Tensor:
             out = torch.full((self.nbytes(n),), 77, dtype=torch.uint8)
-            gpu.sum(messages, n, factor, out, encode=True)
+            gpu.sum(messages, n, factor, out, encode=True, noise=noise)
             return out
 
     return Interpreted(*FORMATS[name]), ReferenceSquinch(*FORMATS[name])

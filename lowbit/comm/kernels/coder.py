@@ -1,7 +1,9 @@
 """Calls of the Triton kernels: tables, grids, constants of each format."""
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -20,6 +22,7 @@ from lowbit.comm.grid import (
     squinch_units,
 )
 from lowbit.comm.kernels.squinch import decode_kernel, encode_kernel, sum_kernel
+from lowbit.comm.noise import Noise
 
 WARPS = 16
 """One block of 8 values a thread: then no value changes threads between load and store."""
@@ -55,18 +58,21 @@ class TritonCoder:
         if device not in self._tables:
             values = [*self.grid.level_values(), *[0.0] * 32][:32]
             values += [*squinch_thresholds(), math.inf, math.inf, *squinch_units(), *squinch_reciprocals()]
+            values += [self.grid.position(q) for q in range(self.grid.levels + 1)]
             floats = torch.tensor(values, dtype=torch.float32, device=device)
             self._tables[device] = floats, torch.tensor(EIGHTHS + HALF_EIGHTHS, dtype=torch.int32, device=device)
         return self._tables[device]
 
-    def encode(self, x: Tensor, rows: int, per_row: int, out: Tensor) -> None:
-        """x [n], n <= rows * per_row, continued with zeros -> out uint8 [rows, nbytes(per_row)]."""
+    def encode(self, x: Tensor, rows: int, per_row: int, out: Tensor, noise: Sequence[Noise] | None = None) -> None:
+        """x [n], n <= rows * per_row, continued with zeros -> out uint8 [rows, nbytes(per_row)]; `noise` of each row,
+        keys of one length.
+        """
         at = messages.layout(self.grid, per_row)
         tiles = max(1, triton.cdiv(per_row, TILE))
         encode_kernel[(tiles, rows)](
             x, out, x.numel(), per_row, at.nbytes, at.tiles, at.blocks, at.scales, at.first, at.second, self.header,
-            *self.tables(x.device), SEARCH=self.search, APPROXIMATE=x.is_cuda, **self.constants, num_warps=self.warps,
-            enable_fp_fusion=False,
+            self._keys(noise, x.device), *self.tables(x.device), WORDS=_length(noise), SEARCH=self.search,
+            APPROXIMATE=x.is_cuda, **self.constants, num_warps=self.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
     def decode(self, messages_: Tensor, per_row: int, out: Tensor) -> None:
@@ -82,11 +88,24 @@ class TritonCoder:
     def _reading(self) -> dict[str, object]:
         return {key: self.constants[key] for key in ("PUBLISHED", "BLOCK", "LEVELS")}
 
-    def sum(self, rows: Tensor, n: int, factor: float, out: Tensor, encode: bool) -> None:
+    def sum(self, rows: Tensor, n: int, factor: float, out: Tensor, encode: bool, noise: Noise | None = None) -> None:
         """rows uint8 [ranks, nbytes(n)] -> their sum times factor: FP32 [n], or a message, uint8 [nbytes(n)]."""
+        drawn = [noise] if noise is not None else None
         at = messages.layout(self.grid, n)
         sum_kernel[(max(1, triton.cdiv(n, TILE)),)](
             rows, out, n, factor, at.nbytes, at.tiles, at.blocks, at.scales, at.first, at.second, self.header,
-            *self.tables(rows.device), RANKS=rows.shape[0], ENCODE=encode, SCALED=factor != 1.0, SEARCH=self.search,
-            APPROXIMATE=rows.is_cuda, **self.constants, num_warps=self.warps, enable_fp_fusion=False,
+            self._keys(drawn, rows.device), *self.tables(rows.device), RANKS=rows.shape[0], ENCODE=encode,
+            SCALED=factor != 1.0, WORDS=_length(drawn), SEARCH=self.search, APPROXIMATE=rows.is_cuda, **self.constants,
+            num_warps=self.warps, enable_fp_fusion=False,
         )  # fmt: skip
+
+    def _keys(self, noise: Sequence[Noise] | None, device: torch.device) -> Tensor:
+        """int32 [rows, words], the words of each row's noise; where there is none, any table, which nobody reads."""
+        if noise is None:
+            return self.tables(device)[1]
+        return torch.from_numpy(np.array([one.words() for one in noise], dtype=np.uint32).view(np.int32)).to(device)
+
+
+def _length(noise: Sequence[Noise] | None) -> int:
+    """Words of a row's noise."""
+    return len(noise[0].words()) if noise is not None else 0

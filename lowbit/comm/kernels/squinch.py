@@ -9,6 +9,8 @@ Same bits as the reference, without its tables:
 * Rounding to a whole number is adding 2**23 and taking it away again (half to even, like `torch.round`).
 * Levels come from the GPU's approximate square root, logarithm and power. They are good to 3e-5 of a level, and no
   step lies within 8e-4 of a boundary between levels (see `grid`); so do the positions of levels, q**1.5.
+* With noise the level below a value is looked for among all (`_draw`), and the value's place between two is an exact
+  division; the noise is that of `lowbit.comm.noise`, whose 32-bit words a GPU multiplies as they are.
 * Errors of the two scales are whole numbers below 2**24, so FP32 sums of them are exact in any order.
 * No product may be contracted with a sum: the kernels are compiled without FP fusion, `tl.fma` is used by name.
 """
@@ -32,7 +34,7 @@ LINEAR_BIAS = tl.constexpr(128.99 - 127 * 6 * math.log(2))
 SIZE = tl.constexpr(TILE)
 
 # Offsets in the table of FP32 numbers, and of int32 ones
-LEVEL_VALUES, THRESHOLDS, UNITS, RECIPROCALS = (tl.constexpr(v) for v in (0, 32, 288, 544))
+LEVEL_VALUES, THRESHOLDS, UNITS, RECIPROCALS, POSITIONS = (tl.constexpr(v) for v in (0, 32, 288, 544, 800))
 STEPS_OF_EIGHTHS, STEPS_OF_HALVES = tl.constexpr(0), tl.constexpr(8)
 
 
@@ -111,6 +113,34 @@ def _look(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _mix(word):  # type: ignore[no-untyped-def]
+    """`lowbit.comm.noise._mix` of uint32 words."""
+    word = (word ^ (word >> 16)) * 0x21F0AAAD
+    word = (word ^ (word >> 15)) * 0x735A2D97
+    return word ^ (word >> 15)
+
+
+@triton.jit
+def _draw(  # type: ignore[no-untyped-def]
+    x, reciprocal, place, keys, floats, LEVELS: tl.constexpr, WORDS: tl.constexpr
+):
+    """Levels of x [blocks, part] rounded up or down by chance, as 2**23 + q. place: of each value in its message."""
+    ratio = tl.abs(x) * reciprocal[:, None]
+    low = tl.zeros_like(place)
+    for step in tl.static_range(4):
+        higher = low + (8 >> step)
+        low = tl.where(ratio >= tl.load(floats + POSITIONS + higher), higher, low)
+    low = tl.minimum(low, LEVELS - 1)
+    below = tl.load(floats + POSITIONS + low)
+    rise = tl.div_rn(ratio - below, tl.load(floats + POSITIONS + 1 + low) - below)
+    word = place.to(tl.uint32, bitcast=True)
+    for k in tl.static_range(WORDS):
+        word = _mix(word ^ tl.load(keys + k).to(tl.uint32, bitcast=True))
+    chance = (word >> 8).to(tl.float32) * (1 / 16777216)
+    return (low + (chance < rise).to(tl.int32)).to(tl.float32) + ROUND
+
+
+@triton.jit
 def _position(level, unit: tl.constexpr, APPROXIMATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """2**23 + the whole step nearest to level**1.5 unit."""
     return tl.fma(level * _approximate(level, "sqrt", APPROXIMATE), unit, ROUND)
@@ -142,34 +172,40 @@ def _largest(x, ON_GPU: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    x0, x1, out, n, tile, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
-    PUBLISHED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    x0, x1, out, n, tile, tiles, blocks, scales_at, first_at, second_at, header, keys, floats, integers,
+    WORDS: tl.constexpr, PUBLISHED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
     STEPS: tl.constexpr, INVERSE: tl.constexpr, OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr,
     SHRINK: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
     """First and second halves of a tile's blocks, FP32 [blocks of a tile, block / 2] -> the tile's part of the message.
 
-    The first tile also writes the header, the last one zeros after the exponents.
+    The first tile also writes the header, the last one zeros after the exponents. `keys`: WORDS words of noise, if any.
     """
     COUNT: tl.constexpr = SIZE // BLOCK
     largest = tl.maximum(_largest(x0, APPROXIMATE), _largest(x1, APPROXIMATE))
     finite = largest < INFINITY if PUBLISHED else largest <= LARGEST
     largest = tl.where(finite, largest, 0)
-    code, reciprocal, exponent = _scales(largest, floats, integers, PUBLISHED, SEARCH, STEPS)
+    code, reciprocal, exponent = _scales(largest, floats, integers, PUBLISHED, SEARCH or WORDS > 0, STEPS)
     carries = largest > 0
     if PUBLISHED:
         carries = code > 0
-    q0, other0, change0 = _look(
-        x0, reciprocal, PUBLISHED, SEARCH, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE
-    )
-    q1, other1, change1 = _look(
-        x1, reciprocal, PUBLISHED, SEARCH, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE
-    )
-    if SEARCH:
-        shrink = (change0 + change1 < 0) & (code > 1)
-        code -= shrink.to(tl.int32)
-        q0 = tl.where(shrink[:, None], other0, q0)
-        q1 = tl.where(shrink[:, None], other1, q1)
+    if WORDS > 0:
+        HALF: tl.constexpr = BLOCK // 2
+        place = tile * SIZE + tl.arange(0, COUNT)[:, None] * BLOCK + tl.arange(0, HALF)[None, :]
+        q0 = _draw(x0, reciprocal, place, keys, floats, LEVELS, WORDS)
+        q1 = _draw(x1, reciprocal, place + HALF, keys, floats, LEVELS, WORDS)
+    else:
+        q0, other0, change0 = _look(
+            x0, reciprocal, PUBLISHED, SEARCH, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE
+        )
+        q1, other1, change1 = _look(
+            x1, reciprocal, PUBLISHED, SEARCH, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE
+        )
+        if SEARCH:
+            shrink = (change0 + change1 < 0) & (code > 1)
+            code -= shrink.to(tl.int32)
+            q0 = tl.where(shrink[:, None], other0, q0)
+            q1 = tl.where(shrink[:, None], other1, q1)
     block = tile * COUNT + tl.arange(0, COUNT)
     inside = block < blocks
     code = tl.where(carries, code, tl.where(finite, 0, 255))
@@ -233,7 +269,8 @@ def _read(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def encode_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, n, per_row, row_bytes, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
+    x_ptr, out_ptr, n, per_row, row_bytes, tiles, blocks, scales_at, first_at, second_at, header, keys, floats,
+    integers, WORDS: tl.constexpr,
     PUBLISHED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
     STEPS: tl.constexpr, INVERSE: tl.constexpr, OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr,
     SHRINK: tl.constexpr, APPROXIMATE: tl.constexpr,
@@ -250,8 +287,9 @@ def encode_kernel(  # type: ignore[no-untyped-def]
         x0 = tl.load(x_ptr + begin + within, within < left, 0.0).to(tl.float32)
         x1 = tl.load(x_ptr + begin + HALF + within, within + HALF < left, 0.0).to(tl.float32)
     _write(
-        x0, x1, out_ptr + row * row_bytes, per_row, tile, tiles, blocks, scales_at, first_at, second_at, header, floats,
-        integers, PUBLISHED, SEARCH, BLOCK, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE,
+        x0, x1, out_ptr + row * row_bytes, per_row, tile, tiles, blocks, scales_at, first_at, second_at, header,
+        keys + row * WORDS, floats, integers, WORDS,
+        PUBLISHED, SEARCH, BLOCK, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE,
     )  # fmt: skip
 
 
@@ -286,8 +324,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sum_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr, out_ptr, n, factor, row_bytes, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
-    RANKS: tl.constexpr, ENCODE: tl.constexpr, SCALED: tl.constexpr,
+    rows_ptr, out_ptr, n, factor, row_bytes, tiles, blocks, scales_at, first_at, second_at, header, keys, floats,
+    integers, RANKS: tl.constexpr, ENCODE: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr,
     PUBLISHED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
     STEPS: tl.constexpr, INVERSE: tl.constexpr, OFFSET: tl.constexpr, GROW: tl.constexpr, POSITION: tl.constexpr,
     SHRINK: tl.constexpr, APPROXIMATE: tl.constexpr,
@@ -304,8 +342,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         x0, x1 = x0 * factor, x1 * factor
     if ENCODE:
         _write(
-            x0, x1, out_ptr, n, tile, tiles, blocks, scales_at, first_at, second_at, header, floats, integers,
-            PUBLISHED, SEARCH, BLOCK, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE,
+            x0, x1, out_ptr, n, tile, tiles, blocks, scales_at, first_at, second_at, header, keys, floats, integers,
+            WORDS, PUBLISHED, SEARCH, BLOCK, LEVELS, STEPS, INVERSE, OFFSET, GROW, POSITION, SHRINK, APPROXIMATE,
         )  # fmt: skip
     else:
         begin = tl.cast(tile, tl.int64) * SIZE
