@@ -28,6 +28,7 @@ from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.models.adapters import adapt, without_adapters
 from lowbit.models.transformer import Transformer
 from lowbit.quant.report import collapse
+from lowbit.rl.examine import SETTINGS
 from lowbit.rl.loader import RolloutLoader
 from lowbit.rl.objective import PolicyGradient
 from lowbit.rl.producer import AheadProducer, CopyingProducer, Drawing, Producer
@@ -204,7 +205,7 @@ class Reinforcement(TaskRun):
         return PolicyGradient(self.rl.algorithm, self.rl.rollout.temperature)
 
     def _fill_folder(self, position: Position) -> MetricsLog:
-        save_config(self.rl, self.run_dir / "rl.yaml")
+        save_config(self.rl, self.run_dir / SETTINGS)
         return super()._fill_folder(position)
 
     def _precision_reports(self) -> list[dict[str, Any]]:
@@ -242,5 +243,6 @@ class Reinforcement(TaskRun):
         prompt = shlex.quote(self.task.example(Split.held_out, self.config.seed, 0).prompt)
         logger.info("run folder: %s (conversations in samples.jsonl)", folder)
         logger.info("next: lowbit generate %s --prompt %s", shlex.quote(folder), prompt)
+        logger.info("      lowbit eval %s", shlex.quote(folder))
         logger.info("      lowbit report %s", shlex.quote(folder))
         return RunResult(self.run_dir, position.step, position.tokens, math.nan, math.nan, "")

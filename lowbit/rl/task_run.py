@@ -25,13 +25,14 @@ from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.kv_codec import KvFormat
 from lowbit.models.adapters import merged_weights
 from lowbit.quant.stages import resolve
+from lowbit.rl.examine import marks, problems
 from lowbit.rl.precision import trainer_precision
 from lowbit.rl.producer import Weights
 from lowbit.rl.prompts import Prompts
 from lowbit.rl.rewards import RewardPool
 from lowbit.rl.rollout import Collector, check_prompts
 from lowbit.rl.supervised import SupervisedLoader
-from lowbit.rl.tasks import Split, Task, fingerprint, make_task
+from lowbit.rl.tasks import Task, fingerprint, make_task
 from lowbit.trainer.checkpoint import Snapshot
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.engine import LocalEngine, wants_compile
@@ -122,17 +123,10 @@ class TaskRun(Pretraining):
 
     def _evaluate(self, last: bool) -> dict[str, float]:
         """Greedy answers to held-out problems, the same ones each time."""
-        ranks, count = self.ranks, self.rl.task.examine
-        size = self.task.size(Split.held_out)
-        numbers = range(min(count, count if size is None else size))
+        ranks, numbers = self.ranks, problems(self.task, self.rl.task.examine)
         with self.whole():
             self.judge.sampler.update((), self.judge.sampler.version)
-            groups = self.judge.draw(numbers[ranks.rank :: ranks.world], Split.held_out, 1, greedy=True)
-        self.judge.check(groups)
-        flat = [c for group in groups for c in group]
-        rewards = [c.reward or 0.0 for c in flat]
-        right = sum(reward >= 1.0 for reward in rewards)
-        total, good, asked, length = ranks.sum([math.fsum(rewards), right, len(flat), sum(len(c.drawn) for c in flat)])
+            total, good, asked, length = ranks.sum(marks(self.judge, numbers[ranks.rank :: ranks.world]))
         asked = max(asked, 1.0)
         self._final_bpb = good / asked  # the base keeps one number of the last evaluation: here it is this one
         if self.first_accuracy is None:

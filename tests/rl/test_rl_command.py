@@ -50,6 +50,14 @@ def test_the_quick_run_and_what_takes_it(tmp_path: Path) -> None:
         tmp_path, "generate", "runs/first", "--prompt", "312>", "--max-tokens", "4", "--device", "cpu"
     )
     assert code == 0 and out.startswith("312>"), err
+    code, out, err = lowbit(tmp_path, "eval", "runs/first", "--device", "cpu")
+    last = rows(run)[-1]
+    assert code == 0 and f"step 6: held-out greedy accuracy {last['val_accuracy']:.1%}" in out, err
+    assert f"mean reward {last['val_reward']:.3f} (16 problems" in out
+    code, out, err = lowbit(tmp_path, "eval", "runs/first/warm_start", "--device", "cpu", "--problems", "8")
+    assert code == 0 and "step 40: held-out greedy accuracy" in out and "(8 problems" in out, err
+    code, out, err = lowbit(tmp_path, "eval", "runs/first", "--max-tokens", "100")
+    assert code == 2 and "--problems would work" in err and err.count("\n") == 1
     code, out, err = lowbit(tmp_path, "report", "runs/first")
     assert code == 0 and "first" in out, err
     code, out, err = lowbit(tmp_path, "rl", *QUICK, "run_name=first", "max_steps=6")

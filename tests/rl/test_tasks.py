@@ -1,8 +1,10 @@
 """Tasks: problems are addressed, splits never meet, checks decide as a person would; files of every format."""
 
 import json
+import sys
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -182,11 +184,43 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
         task.example(Split.train, 1, 0)
 
 
-def test_reasoning_gym() -> None:
+@pytest.mark.parametrize("dataset", ["chain_sum", "spell_backward", "gcd", "number_sorting"])
+def test_reasoning_gym(dataset: str) -> None:
     pytest.importorskip("reasoning_gym")
-    task = make_task(TaskConfig(kind=TaskKind.reasoning_gym, dataset="chain_sum"))
+    config = TaskConfig(kind=TaskKind.reasoning_gym, dataset=dataset)
+    task, again = make_task(config), make_task(config)
     example = task.example(Split.train, 1, 3)
-    assert task.check([example.answer["answer"]], example) == {"score": 1.0}
-    assert example.prompt != task.example(Split.held_out, 1, 3).prompt
+    assert again.example(Split.train, 1, 3) == example != again.example(Split.train, 1, 4)
+    assert task.check(list(example.solution), example) == {"score": 1.0}
+    assert again.check(["no idea"], example)["score"] < 0.5
     with pytest.raises(ConfigError, match=r"task.dataset=nope"):
-        make_task(TaskConfig(kind=TaskKind.reasoning_gym, dataset="nope")).example(Split.train, 1, 0)
+        make_task(TaskConfig(kind=TaskKind.reasoning_gym, dataset="nope"))
+
+
+class FewProblems:
+    """What reasoning-gym gives: sums of two digits, again and again."""
+
+    def __getitem__(self, number: int) -> dict[str, str]:
+        a, b = number // 10 % 10, number % 10
+        return {"question": f"{a}+{b}=", "answer": str(a + b)}
+
+    def score_answer(self, answer: str, entry: dict[str, str]) -> float:
+        return float(answer == entry["answer"])
+
+
+def test_no_problem_of_a_small_generator_is_in_both_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package in place of reasoning-gym, which need not be there: a hundred problems under a million numbers."""
+    made = SimpleNamespace(create_dataset=lambda name, size, seed: FewProblems())
+    monkeypatch.setitem(sys.modules, "reasoning_gym", made)
+    task = make_task(TaskConfig(kind=TaskKind.reasoning_gym, dataset="sums", held_out=0.2))
+    seen = {
+        split: {task.example(split, seed, number).prompt for seed in (1, 2) for number in range(300)} for split in Split
+    }
+    assert not seen[Split.train] & seen[Split.held_out]
+    assert len(seen[Split.train] | seen[Split.held_out]) == 100 and len(seen[Split.held_out]) >= 10
+    example = task.example(Split.held_out, 1, 0)
+    assert task.check([f" {example.solution[0]}\n"], example) == {"score": 1.0}
+    assert task.check(["no"], example) == {"score": 0.0}
+    config = TaskConfig(kind=TaskKind.reasoning_gym, dataset="sums", held_out=1e-9)
+    with pytest.raises(ConfigError, match="none for a held_out split"):
+        make_task(config).example(Split.held_out, 1, 0)

@@ -22,5 +22,5 @@ def make_task(config: TaskConfig) -> Task:
     if config.kind is TaskKind.file:
         return FileTask(config.path, config.held_out_path, config.held_out)
     if config.kind is TaskKind.reasoning_gym:
-        return GymTask(config.dataset)
+        return GymTask(config.dataset, config.held_out)
     return GENERATED[config.kind](config.size, config.held_out)
