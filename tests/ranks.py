@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,25 +36,31 @@ def free_port() -> int:
         return port
 
 
-def environment(rank: int, world: int, port: int, node_size: int) -> dict[str, str]:
-    """A launcher's variables for one rank, as if every `node_size` ranks had a machine of their own.
+Nodes = int | Sequence[int]
+"""Ranks of each machine; one number where all have as many, 0 where all ranks are on one."""
+
+
+def environment(rank: int, world: int, port: int, nodes: Nodes) -> dict[str, str]:
+    """A launcher's variables for one rank, as if it were on one of those machines.
 
     The tests' folder is on the path, for `tiny_runs`.
     """
+    sizes = [nodes or world] * world if isinstance(nodes, int) else nodes
+    place, node_size = [(place, size) for size in sizes for place in range(size)][rank]
     clean = {k: v for k, v in os.environ.items() if k not in VARIABLES and not k.startswith("TORCHELASTIC")}
     clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), clean.get("PYTHONPATH")]))
-    values = (str(rank), str(world), str(rank % node_size), str(node_size), "127.0.0.1", str(port))
+    values = (str(rank), str(world), str(place), str(node_size), "127.0.0.1", str(port))
     return clean | dict(zip(VARIABLES, values, strict=True)) | {"OMP_NUM_THREADS": "1"}
 
 
-def start(world: int, arguments: list[str], folder: Path, node_size: int = 0) -> list[forked.Process]:
-    """Start `python ARGUMENTS` as each of `world` ranks in `folder`; `node_size` 0: on one machine."""
+def start(world: int, arguments: list[str], folder: Path, node_size: Nodes = 0) -> list[forked.Process]:
+    """Start `python ARGUMENTS` as each of `world` ranks in `folder`."""
     port = free_port()
     return [
         forked.start(
             arguments,
             folder,
-            environment(rank, world, port, node_size or world),
+            environment(rank, world, port, node_size),
             folder / f"out{rank}",
             folder / f"err{rank}",
         )
@@ -88,13 +95,15 @@ def collect(processes: list[forked.Process], folder: Path, timeout: float = 600)
     ]
 
 
-def run(world: int, arguments: list[str], folder: Path, timeout: float = 600, node_size: int = 0) -> list[Ended]:
+def run(world: int, arguments: list[str], folder: Path, timeout: float = 600, node_size: Nodes = 0) -> list[Ended]:
     """Start and collect."""
     folder.mkdir(parents=True, exist_ok=True)
     return collect(start(world, arguments, folder, node_size), folder, timeout)
 
 
-def run_cases(world: int, cases: list[dict[str, Any]], folder: Path, backend: str = "gloo", node_size: int = 0) -> Path:
+def run_cases(
+    world: int, cases: list[dict[str, Any]], folder: Path, backend: str = "gloo", node_size: Nodes = 0
+) -> Path:
     """Have `worker.py` run the cases, one after the other, in one set of processes; the folder with its results."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))

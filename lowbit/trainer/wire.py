@@ -54,7 +54,7 @@ class Wire:
         if config.kind is not CommKind.none:
             least = config.exact_below
             exact = {id(p) for name, p in parameters.items() if reduced_exactly(name, p) or _numel(p) < least}
-            place = (ranks.rank, ranks.world, ranks.local_world)
+            place = (ranks.rank, ranks.world, self._node_size())
             reducer, words = make_reducer(config.kind, self.stage == 0, place, device, self._greatest)
             if words:
                 logger.info("%s", words)
@@ -83,9 +83,10 @@ class Wire:
         if self.config.stochastic_rounding:
             attachment.clock = Clock(self._seed)
         if self.config.error_feedback:
-            if two_levels(self.ranks.world, self.ranks.local_world):
+            node_size = self._node_size()
+            if two_levels(self.ranks.world, node_size):
                 raise ConfigError(
-                    f"comm.error_feedback=true with nodes of {self.ranks.local_world} ranks: what leaves a node is "
+                    f"comm.error_feedback=true with nodes of {node_size} ranks: what leaves a node is "
                     "its sum, not a rank's own gradient; comm.error_feedback=false would work"
                 )
             attachment.names = {id(p): name for name, p in parameters.items()}
@@ -114,6 +115,11 @@ class Wire:
             logger.warning("what error feedback has kept is dropped: this run goes on without it")
         if clock is not None and "reductions" in known:
             clock.count = self.ranks.share(int(whole["reductions"]) if self.ranks.first else 0)
+
+    def _node_size(self) -> int:
+        """Ranks of every machine; 1, each a machine of its own, where machines run different numbers of them."""
+        sizes = set(self.ranks.gather(self.ranks.local_world))
+        return sizes.pop() if len(sizes) == 1 else 1
 
     def _greatest(self, numbers: list[float]) -> list[float]:
         """The largest over the ranks of each number."""

@@ -89,6 +89,27 @@ def test_two_machines_of_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_machines_of_different_sizes(tmp_path: Path) -> None:
+    """Two ranks on one machine and one on each of two others: no machine's view of the job decides for all.
+
+    Then every rank sends in few bits to every other.
+    """
+    common = {"kind": "gradients", "exact_below": EXACT_BELOW, "comm": "sq48", "node_size": 1}
+    cases = [common | {"name": f"stage{stage}", "stage": stage} for stage in (0, 1, 3)]
+    cases.append({"name": "kept", "comm": "sq48", "stage": 1, "feedback": True, "exact_below": EXACT_BELOW})
+    folder = run_cases(4, cases, tmp_path, node_size=(2, 1, 1))
+    for case in cases[:3]:
+        found = json.loads((folder / f"{case['name']}.json").read_text())
+        for parameter, (error, size) in found["errors"].items():
+            limit = 1e-6 if "norm" in parameter else LIMITS["sq48"]
+            assert (error / size) ** 0.5 < limit, (case["name"], parameter)
+        assert found["simulated"] in (True, None)
+        wanted = expected_bytes("sq48", case["stage"], 4)
+        assert wanted <= found["traffic"]["comm/gradient_bytes"] < 1.15 * wanted
+        assert "comm/node_bytes" not in found["traffic"]
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_in_few_bits(backend: str, tmp_path: Path) -> None:
     """Losses stay near those of FP32, replicas stay equal, and what `auto` measures decides."""
