@@ -106,9 +106,6 @@ def _sampling(config: RlConfig) -> None:
         why = "a rollout drawn ahead is at least rollout.updates steps old when it is used"
         works = f"rollout.staleness={r.updates} or rollout.staleness=0 would work"
         raise refuse(config, "rollout.staleness", "rollout.updates", why=why, works=works)
-    if r.staleness and config.engine.kind is EngineKind.deepspeed:
-        why = "drawing ahead works in one process"
-        raise refuse(config, "rollout.staleness", "engine.kind", why=why, works="rollout.staleness=0 would work")
     if r.device and not re.fullmatch(r"cpu|cuda:[0-9]+", r.device):
         why = "must be empty, cpu or cuda:N"
         raise refuse(config, "rollout.device", why=why, works="rollout.device=cuda:1 would work")

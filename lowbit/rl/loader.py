@@ -157,14 +157,15 @@ class RolloutLoader(Loader):
         """The next rollout that is not too old."""
         while True:
             rollout = self.producer.take()
-            if self.steps - rollout.version <= self.config.rollout.staleness:
+            oldest = min(self.engine.ranks.gather(rollout.version))
+            if self.steps - oldest <= self.config.rollout.staleness:
                 return rollout
             if not self.config.rollout.staleness:
                 raise LowbitError(
                     f"rollout {rollout.index} was drawn with weights of version {rollout.version}, and the trainer's "
                     f"are of version {self.steps}: the sampler did not take them over"
                 )
-            logger.warning("rollout %d is %d steps old and is dropped", rollout.index, self.steps - rollout.version)
+            logger.warning("rollout %d is %d steps old and is dropped", rollout.index, self.steps - oldest)
 
     def _measure(self, rollout: Rollout, waits: dict[str, float]) -> None:
         """Metrics of a rollout, from the sums of all ranks; `waits`: what the trainer waited for."""

@@ -3,7 +3,8 @@
 With `rollout.staleness=0` a rollout is drawn with the weights as they are, then trained on: nothing runs beside
 anything, and every number can be reproduced. With staleness k a thread draws ahead with the newest weights it was
 given. At most k // updates rollouts are begun and not yet taken, so that none is more than k optimizer steps old when
-training on it begins. New weights take effect between rollouts.
+training on it begins. New weights take effect between rollouts. Ranks draw a rollout together, each its share, and
+agree on its prompts over a channel of their threads; their weights may differ in version, each within the bound.
 """
 
 import logging
@@ -12,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,6 +165,7 @@ class AheadProducer(Producer):
     ) -> None:
         super().__init__(drawing)
         self._weights, self._device = weights, device
+        drawing.ranks = drawing.ranks.beside("rollouts", self._require_going)
         self._ahead, self._seconds = ahead, seconds
         self._change = threading.Condition()
         self._waiting: deque[Rollout] = deque()
@@ -223,6 +226,11 @@ class AheadProducer(Producer):
                 self._failure = error
                 self._change.notify_all()
 
+    def _require_going(self) -> None:
+        """Ends a wait for other ranks, whose threads may have ended."""
+        if self._stop:
+            raise LowbitError("the run is over")
+
     def _full(self) -> bool:
         return len(self._waiting) + self._begun >= self._ahead
 
@@ -243,3 +251,19 @@ class AheadProducer(Producer):
             self._change.notify_all()
         if self._thread is not None:
             self._thread.join(timeout=60.0)
+
+
+def aligned(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """States of all ranks' loaders, none of which is ahead of another in what it has drawn.
+
+    A rank's thread may have finished a rollout more than another's when a checkpoint is written. That one is drawn
+    again: prompts are counted over all ranks.
+    """
+    least = min(states, key=lambda state: int(state["index"]))
+    index = int(least["index"])
+    return [
+        state
+        | {"index": index, "prompts": least["prompts"]}
+        | {"waiting": [rollout for rollout in state["waiting"] if int(rollout["index"]) < index]}
+        for state in states
+    ]

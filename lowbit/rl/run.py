@@ -31,7 +31,7 @@ from lowbit.quant.report import collapse
 from lowbit.rl.examine import SETTINGS
 from lowbit.rl.loader import RolloutLoader
 from lowbit.rl.objective import PolicyGradient
-from lowbit.rl.producer import AheadProducer, CopyingProducer, Drawing, Producer
+from lowbit.rl.producer import AheadProducer, CopyingProducer, Drawing, Producer, aligned
 from lowbit.rl.rollout import check_prompts
 from lowbit.rl.samples import SampleLog
 from lowbit.rl.task_run import TaskRun, WarmStart
@@ -225,7 +225,7 @@ class Reinforcement(TaskRun):
         self.first_accuracy = own["first_accuracy"]
         states, loader = own["ranks"], cast(RolloutLoader, self.loader)
         if len(states) == self.ranks.world:
-            loader.resume(states[self.ranks.rank])
+            loader.resume(aligned(states)[self.ranks.rank])
         else:
             waiting = sum(len(state["pending"]) + len(state["waiting"]) for state in states)
             if waiting:

@@ -12,13 +12,14 @@ Everything here is called by all ranks in the same order. One process has neithe
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lowbit import errors
 from lowbit.errors import Interrupted, LowbitError
@@ -137,6 +138,14 @@ class Ranks:
         assert result is not None or outcome.error is None
         return result  # type: ignore[return-value]
 
+    def beside(self, name: str, check: Callable[[], None]) -> "Ranks":
+        """The same processes for a thread of its own, which is nobody's main thread on any of them.
+
+        Its calls need not come in one order with this object's, and go over the board alone. While it waits for other
+        ranks it calls `check`, which may raise; the death of a rank ends it, too.
+        """
+        return self if self._board is None else _Beside(self, PrefixStore(name, self._board), check)
+
     def _next_key(self) -> str:
         self._posts += 1
         return f"lowbit/post/{self._posts}"
@@ -162,6 +171,35 @@ class Ranks:
         finally:
             if self.lookout is not None:
                 self.lookout.tolerant = before
+
+
+class _Beside(Ranks):
+    """See `Ranks.beside`."""
+
+    def __init__(self, ranks: Ranks, board: Store, check: Callable[[], None]) -> None:
+        super().__init__(ranks.rank, ranks.world, ranks.local_rank, ranks.local_world, board)
+        self.lookout = _Glance(ranks.lookout, check)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """See `Ranks.sum`."""
+        return [math.fsum(column) for column in zip(*self.gather([float(value) for value in values]), strict=True)]
+
+
+class _Glance:
+    """A lookout for another thread, whose waiting says nothing of how the rank gets on."""
+
+    tolerant = True
+
+    def __init__(self, lookout: Lookout | None, check: Callable[[], None]) -> None:
+        self._lookout, self._check = lookout, check
+
+    def check(self) -> None:
+        self._check()
+        if self._lookout is not None:
+            self._lookout.check()
+
+    def move(self, doing: str, patient: bool) -> None:
+        """Nothing that others read."""
 
 
 class _Outcome:

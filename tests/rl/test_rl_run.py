@@ -20,6 +20,7 @@ from lowbit.rl.producer import AheadProducer, Drawing
 from lowbit.rl.rollout import Rollout
 from lowbit.rl.run import train
 from lowbit.trainer.checkpoint import CheckpointStore
+from lowbit.trainer.distributed import ALONE
 from lowbit.trainer.jsonl import read_rows
 
 EASY = {"reward__function": "lowbit_test_rewards:by_length", "reward__failure_limit": 0.5}
@@ -232,6 +233,7 @@ def test_drawing_ahead_is_bounded(config: RlConfig, tmp_path: Path, staleness: i
 def test_a_sampler_that_never_answers_is_named() -> None:
     class Stuck:
         config = None
+        ranks = ALONE
         doing = "waiting for the rewards of 4 prompts from 0 on, 4 conversations each"
 
         class collector:
@@ -265,6 +267,7 @@ def test_what_a_thread_raises_is_raised_here() -> None:
             class collector_:
                 pass
 
+            self.ranks = ALONE
             self.collector = collector_  # type: ignore[assignment]
             collector_.sampler = sampler  # type: ignore[attr-defined]
             self.doing = ""
