@@ -12,7 +12,8 @@ tokens estimates KL(sampler || trainer); its standard error is over tokens. Noth
 
 `reward`: from the same weights, each pair of precisions is trained for `max_steps` steps (or `max_minutes`), with token
 truncated importance sampling and without; reported are the mean sampled reward of the last fifth of the steps and the
-held-out greedy accuracy, mean and standard deviation over seeds. Runs that are finished already are only read.
+held-out greedy accuracy, mean and standard deviation over seeds, and the same of their differences from the first pair
+with the same seed, which draws the same prompts. Runs that are finished already are only read.
 """
 
 import argparse
@@ -191,7 +192,7 @@ def picture_of_matrix(cells: list[dict[str, Any]], path: Path, title: str) -> No
 def reward(config: RlConfig, out: Path, seeds: int) -> dict[str, Any]:
     """Pairs of precisions from the same start, with and without correction."""
     config = start_of(config, out)
-    found = []
+    found: list[dict[str, Any]] = []
     for sampler, trainer in PAIRS:
         for correction in (Correction.tis, Correction.none):
             runs = []
@@ -205,16 +206,15 @@ def reward(config: RlConfig, out: Path, seeds: int) -> dict[str, Any]:
                 train(here, folder)
                 runs.append(outcome(folder))
             found.append({"sampler": sampler, "trainer": trainer, "correction": correction.value, "seeds": runs})
-    print(
-        f"{'sampler':<12} {'trainer':<12} {'correction':<10} {'reward':>16} {'accuracy':>16} {'k3 KL':>10} {'steps':>6}"
-    )
+    columns = ("reward", "accuracy", "reward - first", "accuracy - first")
+    print(f"{'sampler':<12} {'trainer':<12} {'correction':<10} {'k3 KL':>10} " + " ".join(f"{c:>17}" for c in columns))
     for row in found:
-        cells = [f"{_mean(row, key):.3f} +- {_deviation(row, key):.3f}" for key in ("reward", "accuracy")]
-        k3, steps = _mean(row, "k3_kl"), min(r["steps"] for r in row["seeds"])
-        print(
-            f"{row['sampler']:<12} {row['trainer']:<12} {row['correction']:<10} {cells[0]:>16} {cells[1]:>16} "
-            f"{k3:>10.2e} {steps:>6}"
-        )
+        values = [[r[key] for r in row["seeds"]] for key in ("reward", "accuracy")]
+        first = [[r[key] for r in found[0]["seeds"]] for key in ("reward", "accuracy")]
+        values += [[a - b for a, b in zip(v, f, strict=True)] for v, f in zip(values, first, strict=True)]
+        cells = " ".join(f"{f'{statistics.fmean(v):.3f} +- {_deviation(v):.3f}':>17}" for v in values)
+        k3 = statistics.fmean(r["k3_kl"] for r in row["seeds"])
+        print(f"{row['sampler']:<12} {row['trainer']:<12} {row['correction']:<10} {k3:>10.2e} {cells}")
     picture_of_rewards(found, out / "reward.png")
     return {"rows": found, "device": device_name(pick_device(config.device)), "model": config.model.name}
 
@@ -233,36 +233,42 @@ def outcome(folder: Path) -> dict[str, Any]:
     }
 
 
-def _mean(row: dict[str, Any], key: str) -> float:
-    return statistics.fmean(r[key] for r in row["seeds"])
-
-
-def _deviation(row: dict[str, Any], key: str) -> float:
-    values = [r[key] for r in row["seeds"]]
+def _deviation(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def picture_of_rewards(found: list[dict[str, Any]], path: Path) -> None:
-    """Sampled reward over steps: a line a seed, a colour a pair, broken lines without correction."""
+    """Sampled reward over steps, smoothed: a colour a pair, its mean over seeds in their range; with and without."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7.2, 4.4))
-    colours = {pair: f"C{i}" for i, pair in enumerate(PAIRS)}
-    for row in found:
-        pair, plain = (row["sampler"], row["trainer"]), row["correction"] == Correction.none
-        for i, run in enumerate(row["seeds"]):
-            label = f"{pair[0]} / {pair[1]}{', no correction' if plain else ''}" if i == 0 else None
-            steps, rewards = zip(*run["curve"], strict=True)
-            axes.plot(steps, rewards, color=colours[pair], ls="--" if plain else "-", lw=1, alpha=0.8, label=label)
-    axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("sampled reward")
-    axes.legend(fontsize=7, title="sampler / trainer", title_fontsize=7)
+    kinds = list(dict.fromkeys(row["correction"] for row in found))
+    figure, panels = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 3.8), sharey=True, squeeze=False)
+    for kind, axes in zip(kinds, panels[0], strict=True):
+        for row in (row for row in found if row["correction"] == kind):
+            curves = [smooth([reward for _, reward in run["curve"]]) for run in row["seeds"]]
+            steps = [step for step, _ in row["seeds"][0]["curve"]]
+            every = list(zip(*curves, strict=True))
+            [line] = axes.plot(
+                steps, [statistics.fmean(v) for v in every], label=f"{row['sampler']} / {row['trainer']}"
+            )
+            axes.fill_between(
+                steps, [min(v) for v in every], [max(v) for v in every], color=line.get_color(), alpha=0.12
+            )
+        axes.set_title(f"correction: {kind}", fontsize=9)
+        axes.set_xlabel("optimizer steps")
+    panels[0][0].set_ylabel("sampled reward")
+    panels[0][0].legend(fontsize=8, title="sampler / trainer", title_fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def smooth(values: list[float], width: int = 15) -> list[float]:
+    """Means of the `width` values up to each."""
+    return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def main() -> None:
