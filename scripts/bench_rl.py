@@ -2,6 +2,7 @@
 
     python scripts/bench_rl.py mismatch OUT KEY=VALUE ...   # k3 KL of every sampler with every trainer
     python scripts/bench_rl.py reward OUT KEY=VALUE ...     # reward after a fixed budget: pairs, seeds, with correction
+    python scripts/bench_rl.py overlap OUT KEY=VALUE ...    # sampler beside the trainer, or on a device of its own
 
 Settings are those of `lowbit rl`. A model is needed that knows the task a little: `init_from=FOLDER`, or the warm start
 that the settings ask for, made once in OUT/start and kept. On a CPU `rl=cpu precision.compute=bf16` is small enough.
@@ -14,17 +15,23 @@ tokens estimates KL(sampler || trainer); its standard error is over tokens. Noth
 truncated importance sampling and without; reported are the mean sampled reward of the last fifth of the steps and the
 held-out greedy accuracy, mean and standard deviation over seeds, and the same of their differences from the first pair
 with the same seed, which draws the same prompts. Runs that are finished already are only read.
+
+`overlap`: the same run with the sampler on the trainer's device and on `--other`, at staleness 0 and at `--staleness`.
+Reported are medians over the last half of the steps: seconds a step, drawn tokens a second by the clock, the shares of
+the step that drawing, training and waiting for conversations take (drawing and training overlap where they add up to
+more than 1), the share of drawing that training hides, the age of rollouts and the mismatch.
 """
 
 import argparse
 import math
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import write
+from measure import print_table, write
 
 from lowbit.configs.compose import compose_for
 from lowbit.configs.overrides import RL
@@ -271,22 +278,67 @@ def smooth(values: list[float], width: int = 15) -> list[float]:
     return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
+# Two devices ----------------------------------------------------------------------------------------------------------
+
+
+def overlap(config: RlConfig, out: Path, other: str, staleness: int) -> dict[str, Any]:
+    """The same run with one device and with two, synchronous and ahead."""
+    config = start_of(config, out)
+    config = replace(config, logging=replace(config.logging, every_steps=1))
+    found = []
+    for ahead in (0, staleness):
+        for device in ("", other):
+            folder = out / f"{device.replace(':', '') or 'same'}-{ahead}"
+            train(replace(config, rollout=replace(config.rollout, device=device, staleness=ahead)), folder)
+            found.append({"sampler": device or "trainer's", "staleness": ahead} | pace(folder))
+    print_table(found)
+    return {"rows": found, "device": device_name(pick_device(config.device)), "model": config.model.name}
+
+
+def pace(folder: Path) -> dict[str, Any]:
+    """Medians over the last half of a run."""
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"]]
+    last = rows[len(rows) // 2 :]
+    steps = [b["seconds"] - a["seconds"] for a, b in pairwise(rows[len(rows) // 2 - 1 :])]
+
+    def median(name: str) -> float:
+        return float(statistics.median(row[name] for row in last))
+
+    drawing = median("share/rollout") + median("share/reward")
+    drawn = statistics.median(row["rollout_tokens_per_second"] * row["share/rollout"] for row in last)
+    return {
+        "seconds/step": round(statistics.median(steps), 4),
+        "drawn tokens/s": round(drawn),
+        "draw": round(drawing, 3),
+        "train": round(median("share/train"), 3),
+        "wait": round(median("share/wait"), 3),
+        "send": round(median("share/sync"), 3),
+        "hidden": round(max(0.0, 1 - median("share/wait") / max(drawing, 1e-9)), 3),
+        "age": round(statistics.fmean(row["stale/steps"] for row in last), 2),
+        "k3": f"{median('mismatch/k3_kl'):.2e}",
+        "reward": round(statistics.fmean(row["reward"] for row in last), 3),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("mismatch", "reward"))
+    parser.add_argument("what", choices=("mismatch", "reward", "overlap"))
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--prompts", type=int, default=64, help="mismatch: prompts a sampler answers")
     parser.add_argument("--seeds", type=int, default=3, help="reward: runs of each kind")
+    parser.add_argument("--other", default="cuda:1", help="overlap: the sampler's own device")
+    parser.add_argument("--staleness", type=int, default=1, help="overlap: steps that the sampler may be behind")
     given = parser.parse_intermixed_args()
     config = compose_for(RL, given.overrides)
     validate_rl(config)
     given.out.mkdir(parents=True, exist_ok=True)
-    found = (
-        mismatch(config, given.out, given.prompts)
-        if given.what == "mismatch"
-        else reward(config, given.out, given.seeds)
-    )
+    if given.what == "mismatch":
+        found = mismatch(config, given.out, given.prompts)
+    elif given.what == "reward":
+        found = reward(config, given.out, given.seeds)
+    else:
+        found = overlap(config, given.out, given.other, given.staleness)
     write(given.out / f"{given.what}.json", {"settings": given.overrides} | found)
 
 
