@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import worker
-from nearness import assert_near
+from nearness import assert_near, assert_same_rows
 from ranks import run_cases
 from safetensors.torch import load_file
 
@@ -31,7 +31,7 @@ def close(case: dict[str, Any], folder: Path, rows: list[Any], expected: dict[st
     name = case["name"]
     found = json.loads((folder / f"{name}.json").read_text())
     saved = load_file(folder / f"{name}.safetensors")
-    assert torch.allclose(torch.tensor(found["rows"]), torch.tensor(rows), rtol=1e-5, atol=0), (name, found, rows)
+    assert_same_rows(found["rows"], rows, backend, name)
     assert_near(saved, expected, backend, weight=2e-6, state=1e-4, what=name)
     if case.get("stage", 0) < 3:
         assert len(set(found["weights"])) == 1, f"{name}: replicas differ"
