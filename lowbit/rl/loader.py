@@ -32,6 +32,9 @@ from lowbit.trainer.engine import Engine, wants_compile
 
 logger = logging.getLogger("lowbit")
 
+LEFT_OUT = 0.2
+"""A warning says so when more of the drawn tokens do not count."""
+
 
 class RolloutLoader(Loader):
     """Gives steps; `metrics` says what the last one was made of."""
@@ -65,6 +68,7 @@ class RolloutLoader(Loader):
         self._pending: deque[list[Conversation]] = deque()
         self._begun = 0  # version when training on the present rollout began
         self._empty = 0
+        self._told = False
         self._row: dict[str, float] = {}
         self._full = wants_compile(config.engine.compile, engine.device)
 
@@ -227,7 +231,15 @@ class RolloutLoader(Loader):
                 "something else than the trainer, or rollout.max_new_tokens is too small"
             )
         weights = weigh(counts, algorithm, config.rollout.max_new_tokens * config.task.turns, (total_tokens, total))
-        self._row["correction/rejected"] = 1.0 - total_tokens / total_drawn
+        self._row["correction/rejected"] = left_out = 1.0 - total_tokens / total_drawn
+        if left_out > LEFT_OUT and not self._told:
+            self._told = True
+            logger.warning(
+                "step %d: %.0f%% of the drawn tokens do not count (correction/rejected): algorithm.correction=%s "
+                "rejects them, or answers were cut off at rollout.max_new_tokens=%d and algorithm.overlong=%s",
+                self.steps + 1, 100 * left_out, algorithm.correction.value, config.rollout.max_new_tokens,
+                algorithm.overlong.value,
+            )  # fmt: skip
         self._row["train_tokens"] = total_tokens
         packed = self._packed(conversations)
         return [training_batch(p, conversations, counts, weights, self._begun) for p in packed]

@@ -205,6 +205,7 @@ def test_nothing_to_learn_ends_the_run(config: RlConfig, tmp_path: Path, caplog:
     config = changed(config, reward__function="lowbit_test_rewards:never", rollout__empty_limit=3)
     with pytest.raises(LowbitError, match=r"all groups have equal rewards .mean 0.*as in the 2 before"):
         train(config, tmp_path / "run")
+    assert "so nothing can be learned; drawing the next" in caplog.text, "told before it is an error"
 
 
 def test_dynamic_sampling_replaces_groups_that_teach_nothing(config: RlConfig, tmp_path: Path) -> None:
