@@ -34,6 +34,7 @@ from torch import Tensor
 from lowbit.comm.noise import Noise
 from lowbit.comm.reducers import CodedReducer, Reducer
 from lowbit.comm.residuals import Clock, Residuals
+from lowbit.comm.transport import scatter_passes
 from lowbit.errors import ConfigError, LowbitError
 
 OLDEST, BEFORE = (0, 19, 8), (0, 20)
@@ -283,7 +284,8 @@ class Attachment:
         parts: dict[int, Tensor] = {}
         if exact:
             parts |= dict(zip(map(id, exact), stock_method(self.zero, exact, communication_data_type), strict=True))
-            self.traffic.gradients += (self.world - 1) / self.world * sum(p.grad.nbytes for p in exact)
+            numbers = scatter_passes() * sum(p.grad.nbytes for p in exact)
+            self.traffic.gradients += (self.world - 1) / self.world * numbers
         if coded:
             stock = None if self._checked else [g.clone() for g in self._stock_scatter(coded)]
             pieces = [list(_parts_of_ranks(p.grad.reshape(-1), self.world)) for p in coded]

@@ -101,6 +101,11 @@ class Transport:
         return Pending(arrived, works, parts, self.timeout)
 
 
+def scatter_passes(group: dist.ProcessGroup | None = None) -> int:
+    """How many times its input a rank sends in the backend's own reduce-scatter, for many ranks: gloo's sends twice."""
+    return 2 if "gloo" in dist.get_backend(group) else 1
+
+
 def node_groups(node_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Groups for a collective in two levels, of all ranks of the job, `node_size` neighbouring ranks on each node.
 

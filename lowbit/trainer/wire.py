@@ -18,6 +18,7 @@ from lowbit.comm.cost import weights_in_bf16
 from lowbit.comm.deepspeed import Attachment, SentBytes
 from lowbit.comm.reducers import make_reducer, two_levels
 from lowbit.comm.residuals import Clock, Residuals
+from lowbit.comm.transport import scatter_passes
 from lowbit.comm.weights import count_gathers, gather_groups_in_bf16, gather_parameters_in_bf16
 from lowbit.configs.schema import CommConfig, CommKind
 from lowbit.errors import ConfigError
@@ -132,7 +133,7 @@ class Wire:
         """Count what DeepSpeed's own operations sent in a step: ring all-reduces and gathers."""
         world = self.ranks.world
         if self.attachment is None:
-            passes = 1 if self.stage == 3 else 2
+            passes = scatter_passes() if self.stage == 3 else 2
             numbers = sum(part.shape.numel() for part in shards.parts.values())
             self.traffic.gradients += passes * 4 * numbers * (world - 1) / world
         if self.stage in (1, 2):

@@ -55,7 +55,13 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     return RunConfig(
         device=case.get("device", "cpu"),
         batch=BatchConfig(sequences=MICRO_BATCHES, micro_batch=1),
-        model=replace(MODEL, tied_head=case.get("tied", False), moe=MOE if case.get("moe") else MODEL.moe),
+        model=replace(
+            MODEL,
+            width=case.get("width", MODEL.width),
+            mlp_width=3 * case.get("width", MODEL.width) // 2,
+            tied_head=case.get("tied", False),
+            moe=MOE if case.get("moe") else MODEL.moe,
+        ),
         engine=EngineConfig(
             kind=EngineKind.deepspeed,
             compile=CompileMode(case.get("compile", "off")),
@@ -257,6 +263,63 @@ def conserve(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.dev
     engine.close()
 
 
+def when_reduced(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.device) -> None:
+    """When coded buckets leave this rank, step by step: in which pass, and whether all gradients were there by then."""
+    from lowbit.trainer.deepspeed_engine import DeepSpeedEngine
+
+    config = config_of(case)
+    engine = DeepSpeedEngine(build(config, device), config, ranks, device)
+    assert engine._wire.attachment is not None
+    reducer = engine._wire.attachment.reducer
+    stock, now, calls, complete = reducer.reduce_scatter, "", list[tuple[str, bool]](), False
+
+    def reduce_scatter(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append((now, complete))
+        return stock(*args, **options)
+
+    def arrived(_: torch.Tensor) -> None:
+        nonlocal complete
+        complete = True
+
+    reducer.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
+    engine.model.embedding.weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+    share, found = MICRO_BATCHES // ranks.world, []
+    for step in range(3):
+        calls.clear()
+        for index in range(share):
+            now, complete = "last" if index == share - 1 else "early", False
+            batch = micro_batch(step, ranks.rank * share + index).to(device)
+            engine.micro_step(NextToken(1e-4), batch, 0.01, index == share - 1)
+        now = "after"
+        engine.gradient_norm()
+        found.append(list(calls))
+        engine.step(1.0, 1.0)
+    if ranks.first:
+        (folder / f"{case['name']}.json").write_text(json.dumps(found))
+    engine.close()
+
+
+def compare_wire(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.device) -> None:
+    """Bytes that left the network device in some steps beside those that the engine counted."""
+    from shaped_network import sent_bytes
+
+    from lowbit.trainer.deepspeed_engine import DeepSpeedEngine
+
+    config = config_of(case)
+    engine = DeepSpeedEngine(build(config, device), config, ranks, device)
+    train(engine, ranks, 1)  # finds out what gets gradients, and compares with DeepSpeed's own reductions
+    engine.traffic()
+    ranks.gather(0)
+    before = sent_bytes()
+    train(engine, ranks, 3)
+    ranks.gather(0)
+    row = {"sent": sent_bytes() - before, "counted": engine.traffic()}
+    rows = ranks.gather(row)
+    if ranks.first:
+        (folder / f"{case['name']}.json").write_text(json.dumps(rows))
+    engine.close()
+
+
 def total_left(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """What all ranks have left over of one parameter's gradients."""
     sent, owned = state.get(f"sent.{name}"), state.get(f"owned.{name}", torch.zeros(()))
@@ -280,6 +343,9 @@ def fingerprint(engine: Engine) -> float:
     return float(total % (1 << 50))
 
 
+WORK = {"gradients": compare_gradients, "conserve": conserve, "when": when_reduced, "wire": compare_wire}
+
+
 def main() -> None:
     """Run the cases one after the other."""
     torch.set_num_threads(1)
@@ -289,7 +355,7 @@ def main() -> None:
     device = "cuda" if backend == "nccl" else "cpu"
     with open_ranks(config_of({"device": device})) as (ranks, place):
         for case in cases:
-            work = {"gradients": compare_gradients, "conserve": conserve}.get(case.get("kind", ""), run_case)
+            work = WORK.get(case.get("kind", ""), run_case)
             work(case | {"device": device}, folder, ranks, place)
 
 
