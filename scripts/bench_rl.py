@@ -11,10 +11,12 @@ that the settings ask for, made once in OUT/start and kept. On a CPU `rl=cpu pre
 of the same tokens in its training forward. k3 = E[r - 1 - log r] with r = pi_trainer / pi_sampler over the sampler's
 tokens estimates KL(sampler || trainer); its standard error is over tokens. Nothing is truncated.
 
-`reward`: from the same weights, each pair of precisions is trained for `max_steps` steps (or `max_minutes`), with token
-truncated importance sampling and without; reported are the mean sampled reward of the last fifth of the steps and the
-held-out greedy accuracy, mean and standard deviation over seeds, and the same of their differences from the first pair
-with the same seed, which draws the same prompts. Runs that are finished already are only read.
+`reward`: from the same weights, which a supervised start in BF16 made, each pair of precisions is trained for `max_steps`
+steps (or `max_minutes`), with token truncated importance sampling and without; reported are the mean sampled reward of
+the last fifth of the steps and the held-out greedy accuracy, mean and standard deviation over seeds, and the same of
+their differences from the first pair with the same seed, which draws the same prompts. With `--own-start` a pair begins
+with a supervised start in the trainer's own precision, which ends at the same accuracy. Runs that are finished already
+are only read.
 
 `overlap`: the same run with the sampler on the trainer's device and on `--other`, at staleness 0 and at `--staleness`.
 Reported are medians over the last half of the steps: seconds a step, drawn tokens a second by the clock, the shares of
@@ -25,6 +27,7 @@ more than 1), the share of drawing that training hides, the age of rollouts and 
 import argparse
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -65,13 +68,14 @@ TOKENS_A_CELL = 200_000
 """Most tokens that a cell of the matrix is measured on."""
 
 
-def start_of(config: RlConfig, out: Path) -> RlConfig:
-    """The configuration with weights to start from."""
+def start_of(config: RlConfig, out: Path, precision: str = "") -> RlConfig:
+    """The configuration with weights to start from, made in BF16 or in `precision` on both sides."""
     if config.init_from:
         return config
-    folder = out / "start"
+    folder = out / (f"start-{precision}" if precision else "start")
     if not (folder / "checkpoints").is_dir():
-        start = warm_start_config(replace(config, precision=PrecisionConfig(compute=config.precision.compute)))
+        plain = replace(config, precision=PrecisionConfig(compute=config.precision.compute))
+        start = warm_start_config(with_pair(config, precision, precision) if precision else plain)
         execute(lambda: WarmStart(start, folder, ALONE, pick_device(config.device)), folder, ALONE)
     return replace(config, init_from=str(folder), warm_start=replace(config.warm_start, steps=0))
 
@@ -196,11 +200,12 @@ def picture_of_matrix(cells: list[dict[str, Any]], path: Path, title: str) -> No
 # Reward ---------------------------------------------------------------------------------------------------------------
 
 
-def reward(config: RlConfig, out: Path, seeds: int) -> dict[str, Any]:
-    """Pairs of precisions from the same start, with and without correction."""
-    config = start_of(config, out)
+def reward(config: RlConfig, out: Path, seeds: int, pairs: Sequence[Sequence[str]], own: bool) -> dict[str, Any]:
+    """Pairs of precisions from the same start (`own`: from one in the trainer's), with and without correction."""
+    given = config
     found: list[dict[str, Any]] = []
-    for sampler, trainer in PAIRS:
+    for sampler, trainer in pairs:
+        config = start_of(given, out, trainer if own else "")
         for correction in (Correction.tis, Correction.none):
             runs = []
             for seed in range(1, seeds + 1):
@@ -327,6 +332,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--prompts", type=int, default=64, help="mismatch: prompts a sampler answers")
     parser.add_argument("--seeds", type=int, default=3, help="reward: runs of each kind")
+    everything = ["/".join(pair) for pair in PAIRS]
+    parser.add_argument("--pairs", nargs="+", default=everything, metavar="SAMPLER/TRAINER", help="reward: which")
+    parser.add_argument("--own-start", action="store_true", help="reward: each trainer's start in its own precision")
     parser.add_argument("--other", default="cuda:1", help="overlap: the sampler's own device")
     parser.add_argument("--staleness", type=int, default=1, help="overlap: steps that the sampler may be behind")
     given = parser.parse_intermixed_args()
@@ -336,7 +344,8 @@ def main() -> None:
     if given.what == "mismatch":
         found = mismatch(config, given.out, given.prompts)
     elif given.what == "reward":
-        found = reward(config, given.out, given.seeds)
+        pairs = [pair.split("/") for pair in given.pairs]
+        found = reward(config, given.out, given.seeds, pairs, given.own_start)
     else:
         found = overlap(config, given.out, given.other, given.staleness)
     write(given.out / f"{given.what}.json", {"settings": given.overrides} | found)
