@@ -11,12 +11,12 @@ that the settings ask for, made once in OUT/start and kept. On a CPU `rl=cpu pre
 of the same tokens in its training forward. k3 = E[r - 1 - log r] with r = pi_trainer / pi_sampler over the sampler's
 tokens estimates KL(sampler || trainer); its standard error is over tokens. Nothing is truncated.
 
-`reward`: from the same weights, which a supervised start in BF16 made, each pair of precisions is trained for `max_steps`
-steps (or `max_minutes`), with token truncated importance sampling and without; reported are the mean sampled reward of
-the last fifth of the steps and the held-out greedy accuracy, mean and standard deviation over seeds, and the same of
-their differences from the first pair with the same seed, which draws the same prompts. With `--own-start` a pair begins
-with a supervised start in the trainer's own precision, which ends at the same accuracy. Runs that are finished already
-are only read.
+`reward`: from the same weights, which a supervised start in BF16 made, each pair of precisions is trained for
+`max_steps` steps (or `max_minutes`), with token truncated importance sampling and without; reported are the mean
+sampled reward of the last fifth of the steps and the held-out greedy accuracy, mean and standard deviation over seeds,
+and the same of their differences from the first pair with the same seed, which draws the same prompts. With
+`--own-start` a pair begins with a supervised start in the trainer's own precision, which ends at the same accuracy.
+Runs that are finished already are only read.
 
 `overlap`: the same run with the sampler on the trainer's device and on `--other`, at staleness 0 and at `--staleness`.
 Reported are medians over the last half of the steps: seconds a step, drawn tokens a second by the clock, the shares of
