@@ -61,7 +61,7 @@ class DeepSpeedEngine:
 
     def __init__(self, model: Transformer, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
         """`model` has its first weights already, the same on every rank."""
-        deepspeed = load_deepspeed(device.type)
+        deepspeed = ranks.together(lambda: load_deepspeed(device.type))  # machines may have different ones
         self.model = model
         self.device = device
         self.ranks = ranks

@@ -11,6 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def muon_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process as in the ranks (`nearness.exact_muon`)."""
-    from lowbit.trainer import muon
+    from nearness import in_fp32
 
-    monkeypatch.setattr(muon, "fast_bf16", lambda device: False)
+    from lowbit.trainer import client_optimizer, muon
+
+    for module in (muon, client_optimizer):
+        monkeypatch.setattr(module, "product_dtype", in_fp32)

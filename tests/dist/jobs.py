@@ -40,13 +40,17 @@ def local(config: RunConfig, backend: str = "gloo") -> RunConfig:
 
 
 def disturb(what: dict[str, Any]) -> None:
-    """Have something go wrong on one rank: before its step number `step`, or when data are prepared."""
+    """Have something go wrong on one rank, or on all: before its step number `step`, or while a run is built."""
+    from lowbit.comm import deepspeed
     from lowbit.errors import DataError
     from lowbit.trainer import loop, run
 
-    if os.environ["RANK"] != str(what["rank"]):
+    if os.environ["RANK"] != str(what.get("rank", os.environ["RANK"])):
         return
     kind = what["kind"]
+    if kind == "version":
+        deepspeed.OLDEST, deepspeed.BEFORE = (9, 9, 9), (10, 0)
+        return
     if kind == "data":
 
         def fail(*_: Any) -> None:
@@ -68,6 +72,9 @@ def disturb(what: dict[str, Any]) -> None:
                 raise ZeroDivisionError("one over nothing")
             elif kind == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
+            elif kind == "zero":
+                stock = self.engine.micro_step
+                self.engine.micro_step = lambda work, batch, _, last=True: stock(work, batch, 0.0, last)  # type: ignore[method-assign]
             elif kind == "nan":
                 self.engine.model.blocks[1].mlp.down.weight.data.fill_(float("nan"))  # type: ignore[union-attr]
         return train_step(self)

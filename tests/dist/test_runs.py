@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def run_jobs(
     folder: Path,
     backend: str = "gloo",
     nodes: int = 1,
+    timeout: float = 600,
 ) -> list[ranks.Ended]:
     """Run configurations one after the other on `world` ranks, as if they were on so many machines."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +44,7 @@ def run_jobs(
         save_config(config, folder / f"{index}.yaml")
         entries.append({"config": str(folder / f"{index}.yaml"), "run_dir": str(run_dir), **more})
     (folder / "jobs.json").write_text(json.dumps(entries))
-    return ranks.run(world, [str(JOBS), str(folder), backend], folder, node_size=world // nodes)
+    return ranks.run(world, [str(JOBS), str(folder), backend], folder, timeout, world // nodes)
 
 
 def outcomes(ended: ranks.Ended) -> list[dict[str, Any]]:
@@ -162,17 +164,23 @@ def test_whole_runs_equal_one_process(tmp_path: Path, backend: str) -> None:
 def test_errors_are_raised_on_every_rank(tmp_path: Path) -> None:
     """Each of these ends on all ranks at once, with one line that says where it came from; the next job can run."""
     config = jobs.tiny(tmp_path)
+    coded = replace(config, comm=CommConfig(kind=CommKind.squinch, exact_below=100))
     planned = [
         (config, tmp_path / "a", {"disturb": {"kind": "nan", "rank": 1, "step": 1}}),
         (replace(config, resume=str(tmp_path / "corpus")), tmp_path / "b", {}),
+        (coded, tmp_path / "z", {"disturb": {"kind": "zero", "step": 0}}),
+        (config, tmp_path / "v", {"disturb": {"kind": "version", "rank": 1}}),
     ]
     all_ended = run_jobs(2, planned, tmp_path / "two")
     for e in all_ended:
         assert e.code == 0, e.err[-3000:]
-        first, second = outcomes(e)
+        first, second, third, fourth = outcomes(e)
         assert first["error"] == "NonFiniteError" and "step 2" in first["message"], first
         assert "output of blocks.1.mlp.down, on rank 1" in first["message"], first
         assert second["error"] == "CheckpointError", second
+        assert third["error"] == "NonFiniteError" and "step 1: every gradient is zero" in third["message"], third
+        assert fourth["error"] == "ConfigError" and "pip install deepspeed==9.9.9" in fourth["message"], fourth
+        assert fourth["message"].startswith("rank 1: ") == (e.rank == 0)
     assert outcomes(all_ended[0])[0] == outcomes(all_ended[1])[0]
     all_ended = run_jobs(2, [(config, tmp_path / "c", {"disturb": {"kind": "data", "rank": 0}})], tmp_path / "data")
     for e in all_ended:
@@ -194,20 +202,27 @@ def test_a_signal_to_one_rank_ends_all_after_a_step(tmp_path: Path) -> None:
         ("die", "died", 15),
         pytest.param("raise", "failed: ZeroDivisionError: one over nothing", 15, marks=pytest.mark.exhaustive),
         pytest.param("hang", "hangs", 35, marks=pytest.mark.exhaustive),
+        pytest.param("stop", "has not been heard of", 90, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_lost_rank_ends_the_others(tmp_path: Path, kind: str, said: str, seconds: float) -> None:
-    """The others name it, and the run goes on from its checkpoint afterwards."""
-    config = jobs.tiny(tmp_path, rank_timeout_seconds=10)
+    """The others name it within the time, and the run goes on from its checkpoint afterwards.
+
+    What hangs, or is stopped, never ends by itself: the time is then from the last step that was logged.
+    """
+    config = jobs.tiny(tmp_path, rank_timeout_seconds=10 if kind == "hang" else 300)
     disturbed = {"disturb": {"kind": kind, "rank": 1, "step": 3}}
-    folder = tmp_path / "three"
-    all_ended = run_jobs(3, [(config, tmp_path / "run", disturbed)], folder)
+    begun = time.time()
+    patience = 150 if kind == "stop" else 600  # nobody can end what is stopped, but whoever started it
+    all_ended = run_jobs(3, [(config, tmp_path / "run", disturbed)], tmp_path / "three", timeout=patience)
     ends = [e for e in all_ended if e.rank != 1]
     for e in ends:
         assert e.code == 1 or '"RankError"' in e.out, (e.code, e.out, e.err[-2000:])
         assert "rank 1 (" in e.out + e.err and said in e.out + e.err, (e.out, e.err[-2000:])
-    if kind != "hang":
-        assert max(e.seconds for e in ends) - all_ended[1].seconds < seconds
+    lost = all_ended[1].seconds
+    if kind in ("hang", "stop"):
+        lost = (tmp_path / "run" / "metrics.jsonl").stat().st_mtime - begun
+    assert max(e.seconds for e in ends) - lost < seconds
     fine(run_jobs(2, [(config, tmp_path / "run", {})], tmp_path / "again"))
     assert tiny_runs.rows(tmp_path / "run")[-1]["step"] == 6
 
