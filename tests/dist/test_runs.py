@@ -257,16 +257,24 @@ def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
     assert "resumed at step 2" in (tmp_path / "run" / "run.log").read_text()
 
 
-def test_the_command_on_two_ranks(tmp_path: Path) -> None:
-    """`torchrun ... -m lowbit pretrain engine=deepspeed`: rank 0 has Hydra, the folder and the screen."""
+SETTINGS = ["data=files", "data.sources.files.path=corpus", "data.tokenizer.kind=bytes", "data.sequence_length=32"]
+SETTINGS += ["preset=quick", "model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=1"]
+SETTINGS += ["model.mlp_width=48", "device=cpu", "max_steps=3", "data.held_out=0.1", "run_name=two"]
+SETTINGS += ["evaluation.final_tokens=256", "evaluation.sample_tokens=4", "engine=deepspeed"]
+SETTINGS += ["comm.exact_below=100", "engine.zero_stage=2"]
+
+
+def test_the_command_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torchrun ... -m lowbit pretrain engine=deepspeed`: rank 0 has Hydra, the folder and the screen.
+
+    Nothing is compiled on the way: DeepSpeed's extensions would be, for minutes, into that folder.
+    """
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     tiny_runs.make_corpus(tmp_path / "corpus")
-    settings = ["data=files", "data.sources.files.path=corpus", "data.tokenizer.kind=bytes", "data.sequence_length=32"]
-    settings += ["preset=quick", "model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=1"]
-    settings += ["model.mlp_width=48", "device=cpu", "max_steps=3", "data.held_out=0.1", "run_name=two"]
-    settings += ["evaluation.final_tokens=256", "evaluation.sample_tokens=4", "engine=deepspeed", "comm=sq48"]
-    command = ["-m", "lowbit", "pretrain", *settings, "comm.exact_below=100", "engine.zero_stage=2"]
+    command = ["-m", "lowbit", "pretrain", *SETTINGS, "comm=sq48"]
     first, second = ranks.run(2, [*command, "batch.micro_batch=2"], tmp_path)
     assert first.code == 0 and second.code == 0, first.err + second.err
+    assert not (tmp_path / "extensions").exists()
     assert "run folder: runs/two" in first.out and second.out == ""
     assert (tmp_path / "runs" / "two" / ".hydra").is_dir()
     assert "[lowbit][INFO] - step 3" in (tmp_path / "runs" / "two" / "run.log").read_text()
@@ -274,6 +282,34 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
         assert e.code == 2 and e.err.count("\n") == 1, e.err
         assert "batch.sequences=8 batch.micro_batch=8: 2 processes cannot share a step" in e.err
     assert not (tmp_path / "runs" / "uneven").exists()
+
+
+@pytest.mark.exhaustive
+def test_launchers(tmp_path: Path) -> None:
+    """torchrun on two machines that know the first one's address, as in the README, and `deepspeed`: the same run."""
+    tiny_runs.make_corpus(tmp_path / "corpus")
+    pretrain_command = ["pretrain", *SETTINGS, "comm=squinch", "batch.micro_batch=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    torchrun += ["--master_addr=127.0.0.1", f"--master_port={ranks.free_port()}"]
+    nodes = [
+        subprocess.Popen(
+            [*torchrun, f"--node_rank={node}", "-m", "lowbit", *pretrain_command, "run_name=nodes"],
+            cwd=tmp_path,
+            env=unlaunched(),
+            stdout=subprocess.DEVNULL,
+            stderr=(tmp_path / f"err{node}").open("w"),
+        )
+        for node in range(2)
+    ]
+    assert [node.wait(300) for node in nodes] == [0, 0], [(tmp_path / f"err{n}").read_text()[-2000:] for n in range(2)]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus=2", "--no_local_rank"]
+    launcher += [f"--master_port={ranks.free_port()}", "--module", "lowbit", *pretrain_command, "run_name=launched"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # it starts `python`
+    environment = unlaunched() | {"PATH": path, "DS_ACCELERATOR": "cpu"}
+    ended = subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    last, other = (tiny_runs.rows(tmp_path / "runs" / name)[-1] for name in ("nodes", "launched"))
+    assert last["step"] == 3 and last["loss"] == other["loss"]
 
 
 OWN_RANKS = ["-m", "lowbit", "pretrain", "preset=quick", "data=files", "data.sources.files.path=corpus"]
