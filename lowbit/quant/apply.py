@@ -20,7 +20,7 @@ from lowbit.configs.schema import MatrixBackend
 from lowbit.errors import ConfigError
 from lowbit.models.layers import GroupedLinear, Linear
 from lowbit.quant.backends.base import Sizes
-from lowbit.quant.backends.choose import Bound, Chooser
+from lowbit.quant.backends.choose import Chooser
 from lowbit.quant.backends.te import TeLinear
 from lowbit.quant.grouped import LowbitGroupedLinear, expert_name, keys_of
 from lowbit.quant.linear import LowbitLinear, check_shape
@@ -82,23 +82,10 @@ def bound(
     policies, remarks = {}, {}
     for name, policy in assign(stage, layers).items():
         layer = layers[name]
-        if isinstance(layer, GroupedLinear):
-            found = _bound_experts(name, policy, chooser)
-        else:
-            found = chooser.bind(name, policy, Sizes(layer.in_features, layer.out_features))
+        bind = chooser.bind_experts if isinstance(layer, GroupedLinear) else chooser.bind
+        found = bind(name, policy, Sizes(layer.in_features, layer.out_features))
         policies[name], remarks[name] = found.policy, found.remarks
     return policies, remarks
-
-
-def _bound_experts(name: str, policy: LinearPolicy, chooser: Chooser) -> Bound:
-    """Experts' products are emulated whatever the device."""
-    if policy.quantised and chooser.wanted not in (MatrixBackend.emulated, MatrixBackend.auto):
-        raise ConfigError(
-            f"precision.backend={chooser.wanted}: {name}: experts' products are emulated only; "
-            "precision.backend=auto would emulate them, and a rule could leave them in BF16"
-        )
-    emulated = policy.quantised and chooser.wanted is MatrixBackend.auto and chooser.device.kind == "cuda"
-    return Bound(policy, ("experts' products are emulated",) if emulated else ())
 
 
 def report_policy(

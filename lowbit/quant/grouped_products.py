@@ -3,6 +3,8 @@
 How many rows an expert has is known on the device only, so the loop over experts is inside an operator, opaque to the
 compiler, whose results have sizes that do not depend on it: what is kept for the backward pass lies expert after expert
 in flat buffers long enough for the worst case (`_capacity`). On a GPU the loop waits for the offsets once a pass.
+Where a policy's fprop and dgrad have a backend (`backends.fp8_grouped`), they are one product of all experts each, and
+the loop is left with what wgrad needs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.quant.backends.fp8_grouped import multiply_rows
 from lowbit.quant.kernels.ops import code_shapes, spec_of, spec_text
-from lowbit.quant.linear_products import KeptInput, input_gradient, keep, training_forward, weight_gradients
-from lowbit.quant.policy import Alignment, Kept, LinearPolicy, Operand, ProductPolicy, Signs
+from lowbit.quant.linear_products import KeptInput, input_gradient, keep, keep_input, training_forward, weight_gradients
+from lowbit.quant.policy import EMULATED, Alignment, Kept, LinearPolicy, Operand, ProductPolicy, Signs
 
 
 def grouped_products(
@@ -92,20 +95,32 @@ def grouped_forward(
 ) -> list[Tensor]:
     """Outputs [rows, out], one a weight; then what is kept: flat data, scales and outer scales, means [experts, in]."""
     found = policy_of(policy)
-    outputs, kept = _allocate(x, weights, found, keeping)
+    packing = keeping and found.kept is not Kept.INPUT
+    native = found.fprop.backend != EMULATED
+    if native:
+        outputs = [y.to(x.dtype) for y in multiply_rows(x, weights, offsets, fast=True)]
+    else:
+        outputs = [x.new_empty(x.shape[0], w.shape[1]) for w in weights]
+    kept = _allocate_kept(x, weights, found, keeping)
+    if native and not packing:
+        return outputs + kept
     buffers = [_Buffer(flat) for flat in kept[:3]]
+    nothing: list[Tensor | None] = [None] * len(weights)
     for e, rows in groups_of(offsets, weights[0].shape[0], x.shape[0]):
-        own_weights, own_keys = [w[e] for w in weights], [k[e] for k in keys]
-        nothing: list[Tensor | None] = [None] * len(weights)
-        made = training_forward(x[rows], own_weights, own_keys, nothing, clock, found, None, keeping)
-        for out, y in zip(outputs, made.outputs, strict=True):
-            out[rows] = y
-        if keeping and found.kept is not Kept.INPUT:
+        own_keys = [k[e] for k in keys]
+        if native:
+            of_expert = keep_input(x[rows], own_keys[0], clock, found)
+        else:
+            made = training_forward(x[rows], [w[e] for w in weights], own_keys, nothing, clock, found, None, keeping)
+            for out, y in zip(outputs, made.outputs, strict=True):
+                out[rows] = y
+            if not packing:
+                continue
             of_expert = keep(x[rows], made, own_keys[0], clock, found)
-            for buffer, tensor in zip(buffers, of_expert.tensors[:3], strict=True):
-                buffer.put(tensor)
-            if made.mean is not None:
-                kept[3][e] = made.mean[0]
+        for buffer, tensor in zip(buffers, of_expert.tensors[:3], strict=True):
+            buffer.put(tensor)
+        if of_expert.mean is not None:
+            kept[3][e] = of_expert.mean[0]
     return outputs + kept
 
 
@@ -119,8 +134,8 @@ def _(
     policy: str,
     keeping: bool,
 ) -> list[Tensor]:
-    outputs, kept = _allocate(x, weights, policy_of(policy), keeping)
-    return outputs + kept
+    outputs = [x.new_empty(x.shape[0], w.shape[1]) for w in weights]
+    return outputs + _allocate_kept(x, weights, policy_of(policy), keeping)
 
 
 @torch.library.custom_op("lowbit::grouped_backward", mutates_args=())
@@ -140,6 +155,12 @@ def grouped_backward(
     found = policy_of(policy)
     width = weights[0].shape[2]
     dx, *dws = _allocate_gradients(grads, weights, dtype, input_grad, weight_grad)
+    if input_grad and found.dgrad.backend != EMULATED:
+        turned = [w.transpose(1, 2) for w in weights]
+        parts = [multiply_rows(g, [w], offsets)[0].to(dtype) for g, w in zip(grads, turned, strict=True)]
+        dx, input_grad = sum(parts[1:], parts[0]), False
+        if not weight_grad:
+            return [dx, *dws]
     buffers = [_Buffer(flat) for flat in kept[:3]]
     nothing: list[Tensor | None] = [None] * len(weights)
     for e, rows in groups_of(offsets, weights[0].shape[0], grads[0].shape[0]):
@@ -201,13 +222,10 @@ class _Buffer:
         return self.flat[self.at - count : self.at].view(*shape)
 
 
-def _allocate(
-    x: Tensor, weights: Sequence[Tensor], policy: LinearPolicy, keeping: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Uninitialised outputs, and what is kept."""
-    outputs = [x.new_empty(x.shape[0], w.shape[1]) for w in weights]
+def _allocate_kept(x: Tensor, weights: Sequence[Tensor], policy: LinearPolicy, keeping: bool) -> list[Tensor]:
+    """Uninitialised: what is kept."""
     if not keeping or policy.kept is Kept.INPUT:
-        return outputs, [x.new_empty(0) for _ in range(4)]
+        return [x.new_empty(0) for _ in range(4)]
     experts, width = weights[0].shape[0], x.shape[1]
     one, two = (_kept_shapes(_step(policy) * n, width, policy)[1] for n in (1, 2))
     kept = [
@@ -215,7 +233,7 @@ def _allocate(
         for (a, dtype), (b, _) in zip(one, two, strict=True)
     ]
     kept.append(x.new_zeros((experts, width) if policy.mean_split else 0, dtype=torch.float32))
-    return outputs, kept
+    return kept
 
 
 def _step(policy: LinearPolicy) -> int:
@@ -278,13 +296,14 @@ def _allocate_gradients(
 
 
 def policy_text(policy: LinearPolicy) -> str:
-    """A policy in one line, without backends."""
+    """A policy in one line."""
     products = "|".join([_product_text(policy.fprop), _product_text(policy.dgrad), _product_text(policy.wgrad)])
     return f"{products}|{policy.alignment.value}|{int(policy.mean_split)}"
 
 
 def _product_text(product: ProductPolicy) -> str:
-    return f"{spec_text(product.left.spec)};{spec_text(product.right.spec)};{product.rotation};{product.signs.value}"
+    parts = spec_text(product.left.spec), spec_text(product.right.spec), product.rotation, product.signs.value
+    return ";".join(map(str, (*parts, product.backend)))
 
 
 @cache
@@ -296,5 +315,6 @@ def policy_of(text: str) -> LinearPolicy:
 
 
 def _product_of(text: str) -> ProductPolicy:
-    left, right, rotation, signs = text.split(";")
-    return ProductPolicy(Operand(spec_of(left)), Operand(spec_of(right)), int(rotation), Signs(signs))
+    left, right, rotation, signs, backend = text.split(";")
+    operands = Operand(spec_of(left), backend), Operand(spec_of(right), backend)
+    return ProductPolicy(*operands, int(rotation), Signs(signs))

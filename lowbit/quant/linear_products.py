@@ -269,11 +269,19 @@ def keep(x: Tensor, forward: Fprop, key: Tensor, clock: Tensor, policy: LinearPo
     """What the policy says to keep, packed."""
     if policy.kept is Kept.INPUT:
         return KeptInput(x)
-    made = forward.left
-    if policy.kept is Kept.TRANSPOSED:
-        made = forward.right_of_wgrad or _wgrad_right(forward.x, key, clock, policy, x.dtype, Wanted.CODES)
+    if policy.kept is Kept.TRANSPOSED and forward.right_of_wgrad is None:
+        return keep_input(forward.x, key, clock, policy, forward.mean)
+    return _packed(forward.right_of_wgrad or forward.left, forward.mean)
+
+
+def keep_input(x: Tensor, key: Tensor, clock: Tensor, policy: LinearPolicy, mean: Tensor | None = None) -> KeptInput:
+    """Q6(X^T), packed: what is kept where wgrad takes the original of X (`Kept.TRANSPOSED`)."""
+    return _packed(_wgrad_right(x, key, clock, policy, x.dtype, Wanted.CODES), mean)
+
+
+def _packed(made: Factor, mean: Tensor | None) -> KeptInput:
     packed = pack(made)
-    return KeptInput(packed.data, packed.scales, packed.outer, forward.mean, packed.shape, packed.scale_shape)
+    return KeptInput(packed.data, packed.scales, packed.outer, mean, packed.shape, packed.scale_shape)
 
 
 def _wgrad_right(

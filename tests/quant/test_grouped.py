@@ -232,10 +232,10 @@ def test_a_policy_reaches_the_experts_of_a_model() -> None:
     assert all(layer.policy == LinearPolicy() for layer in experts.values())
 
 
-def test_experts_have_no_native_backend() -> None:
+def test_no_backend_takes_all_products_of_experts() -> None:
     policy = resolve(PrecisionConfig(forward="fp8_row"))
     chooser = Chooser(Device("cuda", (9, 0), (13, 0), "H200"), torch.bfloat16, MatrixBackend.fp8)
     with pytest.raises(
-        ConfigError, match=r"precision.backend=fp8: .*mlp.experts.* experts' products are emulated only"
+        ConfigError, match=r"precision.backend=fp8: .*mlp.experts.* products of experts are emulated, wgrad always"
     ):
         apply_policy(experts_model(), policy, seed=1, chooser=chooser)

@@ -18,7 +18,7 @@ import torch
 
 from lowbit.configs.schema import MatrixBackend
 from lowbit.errors import ConfigError
-from lowbit.quant.backends import NATIVE, fp8_codes, te
+from lowbit.quant.backends import NATIVE, fp8_codes, fp8_grouped, te
 from lowbit.quant.backends.base import UNKNOWN, Backend, Device, Sizes, bind, describe_device
 from lowbit.quant.backends.measured import TABLE, Measured, loses
 from lowbit.quant.backends.selftest import Trial, check
@@ -88,6 +88,28 @@ class Chooser:
         remarks += [f"padded to a multiple of 16 for fp8: {padded}"] if padded else []
         names = [EMULATED if backend is None else backend.name for backend, _ in found.values()]
         return Bound(bind(policy, *names), tuple(remarks))
+
+    def bind_experts(self, name: str, policy: LinearPolicy, sizes: Sizes) -> Bound:
+        """The policy of the experts `name`: fprop and dgrad may have a backend, wgrad is emulated.
+
+        Raises: ConfigError: the configuration names a backend, which would have to take all three.
+        """
+        if not policy.quantised or self.wanted is MatrixBackend.emulated:
+            return Bound(policy)
+        if self.wanted is not MatrixBackend.auto:
+            raise ConfigError(
+                f"precision.backend={self.wanted}: {name}: products of experts are emulated, wgrad always; "
+                "precision.backend=auto would emulate them, and a rule could leave them in BF16"
+            )
+        why = fp8_grouped.refuses(policy, sizes, self.device, self.dtype)
+        if why is None and self.target is not None:
+            why = fp8_grouped.check(self.target)
+            if why is not None:
+                _warn(f"experts are emulated: fp8 failed its start-up check: {why}")
+        if why is None:
+            remark = "wgrad emulated: no FP8 product sums over the rows of each expert"
+            return Bound(bind(policy, "fp8", "fp8", EMULATED), (remark,))
+        return Bound(policy, (f"experts emulated: {why}",) if self.device.kind == "cuda" else ())
 
     def _choose(self, product: str, policy: ProductPolicy, sizes: Sizes) -> tuple[Backend | None, str | None]:
         """The backend of a product, or why there is none."""

@@ -4,41 +4,90 @@
 
 Scales of rows do not ask which group a row is in, so x is quantised as one matrix and the weights as another. The same
 product, with the weights transposed, is dgrad. wgrad sums over the rows of a group: its scales would be of columns
-within groups, which no quantiser here makes; it stays in BF16 (`F.grouped_mm`).
+within groups, which no quantiser here makes; it is emulated, expert by expert.
 """
 
+from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from lowbit.quant.backends.fp8 import fp8_product
-from lowbit.quant.backends.fp8_codes import MULTIPLE, quantise_both
+from lowbit.quant.backends.base import Device, Sizes, dotted
+from lowbit.quant.backends.fp8 import HOPPER, fp8_product
+from lowbit.quant.backends.fp8_codes import MULTIPLE, kind_of, quantise_both
+from lowbit.quant.backends.selftest import TOLERANCE, known_matrix
+from lowbit.quant.policy import Alignment, LinearPolicy
+from lowbit.quant.quantise import quantise
 from lowbit.quant.spec import FP8_ROW
 
+PRODUCTS = ("fprop", "dgrad")
 
-def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor, fast: bool = False) -> Tensor:
-    """x [rows, k], weight [experts, n, k], BF16 or FP32; offsets int32 [experts], where groups end -> BF16 [rows, n].
 
-    k and n are multiples of 16; a group may have any number of rows, also none. `fast`: see `Backend.multiply`.
-    Raises ValueError for other sizes.
+def refuses(policy: LinearPolicy, sizes: Sizes, device: Device, dtype: torch.dtype) -> str | None:
+    """Why experts of this policy and size are not multiplied here, in a few words; None: fprop and dgrad are."""
+    for name in PRODUCTS:
+        product = getattr(policy, name)
+        kinds = kind_of(product.left.spec), kind_of(product.right.spec)
+        if kinds != ("row", "row") or product.rotation:
+            return f"{name} of experts is FP8 by rows or emulated, not {product.summary}"
+    if policy.alignment is not Alignment.ORIGINAL or policy.mean_split:
+        return "products of experts take the originals, without a split mean"
+    if device.kind != "cuda" or device.capability[0] != HOPPER[0]:
+        where = dotted(device.capability) if device.kind == "cuda" else device.kind
+        return f"FP8 products of experts are for compute capability 9, not {where}"
+    if sizes.in_features % MULTIPLE or sizes.out_features % MULTIPLE:
+        return f"in={sizes.in_features} and out={sizes.out_features} must be multiples of {MULTIPLE}"
+    if dtype is not torch.bfloat16:
+        return "results of FP8 products of experts are BF16"
+    return None
+
+
+@cache
+def check(device: torch.device) -> str | None:
+    """Multiply known matrices, once a process: what is wrong with the result, in a few words; None: nothing."""
+    counts = [5, 0, 40, 3]
+    x, weight = known_matrix(sum(counts), 96, 0, device), known_matrix(len(counts) * 32, 96, 1, device)
+    try:
+        offsets = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+        [found] = multiply_rows(x, [weight.view(len(counts), 32, 96)], offsets)
+    except Exception as error:  # whatever a kernel raises: the run goes on without it
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    left, right = (quantise(m, FP8_ROW).dequantise().double() for m in (x, weight))
+    groups = zip(torch.split(left, counts), torch.split(right, 32), strict=True)
+    wanted = torch.cat([rows @ matrix.t() for rows, matrix in groups])
+    off = float((found.double() - wanted).norm() / wanted.norm())
+    return None if off < TOLERANCE[torch.bfloat16] else f"it differs from the reference by {off:.1e} of its norm"
+
+
+def multiply_rows(x: Tensor, weights: Sequence[Tensor], offsets: Tensor, fast: bool = False) -> list[Tensor]:
+    """x [rows, k] times each weight [experts, n, k] -> BF16 [rows, n].
+
+    x and weights are BF16 or FP32, offsets int32 [experts], where groups end. k and n are multiples of 16; a group may
+    have any number of rows, also none. `fast`: see `Backend.multiply`. Raises ValueError for other sizes.
     """
-    experts, n, k = weight.shape
-    if k % MULTIPLE or n % MULTIPLE:
-        raise ValueError(f"grouped FP8 products need multiples of {MULTIPLE}: k={k}, n={n}")
+    for weight in weights:
+        experts, n, k = weight.shape
+        if k % MULTIPLE or n % MULTIPLE:
+            raise ValueError(f"grouped FP8 products need multiples of {MULTIPLE}: k={k}, n={n}")
+    if x.shape[0] == 0:
+        return [x.new_empty(0, weight.shape[1], dtype=torch.bfloat16) for weight in weights]
     rows, _ = quantise_both(x, FP8_ROW, None)
-    matrices, _ = quantise_both(weight.reshape(experts * n, k), FP8_ROW, None)
-    assert rows is not None and matrices is not None
-    codes, scales = matrices.codes.reshape(experts, n, k), matrices.scales.reshape(experts, n)
-    y: Tensor = fp8_grouped_product(rows.codes, codes, rows.scales.reshape(-1), scales, offsets, fast)
-    return y
+    assert rows is not None
+    products = []
+    for weight in weights:
+        experts, n, k = weight.shape
+        matrices, _ = quantise_both(weight.reshape(experts * n, k), FP8_ROW, None)
+        assert matrices is not None
+        codes, scales = matrices.codes.reshape(experts, n, k), matrices.scales.reshape(experts, n)
+        products.append(fp8_grouped_product(rows.codes, codes, rows.scales.reshape(-1), scales, offsets, fast))
+    return products
 
 
 @torch.library.custom_op("lowbit::fp8_grouped_product", mutates_args=())
 def fp8_grouped_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
     """E4M3 codes a [rows, k], b [experts, n, k], FP32 scales [rows], [experts, n] -> BF16 [rows, n]."""
-    if a.shape[0] == 0:
-        return a.new_empty(0, b.shape[1], dtype=torch.bfloat16)
     if a.is_cuda:
         left, right = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn).transpose(1, 2)
         return torch._scaled_grouped_mm(

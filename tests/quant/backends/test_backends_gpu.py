@@ -16,7 +16,6 @@ from lowbit.quant.backends import NATIVE, te
 from lowbit.quant.backends.base import Sizes, bind, describe_device
 from lowbit.quant.backends.choose import PRODUCTS, Chooser
 from lowbit.quant.backends.fp8_codes import quantise_both
-from lowbit.quant.backends.fp8_grouped import grouped_product
 from lowbit.quant.backends.selftest import TOLERANCE, Trial, difference
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.linear_products import linear_products
@@ -200,22 +199,6 @@ def test_compiled_layers_equal_eager_ones_without_waiting(name: str) -> None:
     weights = [torch.randn(768, 512).to(GPU) * 0.3 for _ in range(2)]
     for a, b in zip(run(bound, x, weights, dy, compiled=True), run(bound, x, weights, dy), strict=True):
         assert off(a, b) < 1e-3
-
-
-@pytest.mark.parametrize("counts", [[0, 1, 31, 33], [17, 0, 0, 0], [0, 0, 0, 16], [300, 200, 100, 7]], ids=str)
-def test_experts(counts: list[int]) -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("grouped FP8 products are for compute capability 9.0")
-    x, weight = torch.randn(sum(counts), 256).bfloat16().to(GPU), torch.randn(4, 128, 256).to(GPU)
-    found = grouped_product(x, weight, torch.tensor(counts).cumsum(0).to(torch.int32).to(GPU))
-    begin = 0
-    for expert, count in enumerate(counts):
-        left = quantise(x[begin : begin + count], S.FP8_ROW) if count else None
-        if left is not None:
-            right = quantise(weight[expert], S.FP8_ROW)
-            wanted = left.dequantise().double() @ right.dequantise().double().t()
-            assert off(found[begin : begin + count], wanted) < 6e-3
-        begin += count
 
 
 def test_a_model_gets_what_the_device_has_and_says_so() -> None:

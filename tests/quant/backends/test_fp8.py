@@ -17,7 +17,6 @@ from lowbit.quant import spec as S
 from lowbit.quant.backends import fp8
 from lowbit.quant.backends.base import Native, bind
 from lowbit.quant.backends.fp8_codes import cast, kind_of, quantise_both, together
-from lowbit.quant.backends.fp8_grouped import grouped_product
 from lowbit.quant.linear_products import linear_products
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.policy import Alignment, LinearPolicy
@@ -284,27 +283,3 @@ def test_compiled_layers_equal_eager_ones() -> None:
     found = [*outputs, x.grad, *(w.grad for w in leaves)]
     for a, b in zip(found, wanted, strict=True):
         assert a is not None and off(a.detach(), b.double()) < 1e-6
-
-
-# Experts ------------------------------------------------------------------------------------------------------
-
-
-@needs_rows
-@pytest.mark.parametrize("counts", [[0, 1, 31, 33], [17, 0, 0, 0], [0, 0, 0, 16], [8, 8, 8, 8]], ids=str)
-def test_each_expert_multiplies_its_own_rows(counts: list[int]) -> None:
-    n, k = 32, 48
-    x, weight = numbers(sum(counts), k)[:, :k], torch.randn(len(counts), n, k)
-    x = x.clamp(-1e4, 1e4)
-    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
-    found = grouped_product(x, weight, offsets)
-    begin = 0
-    for expert, count in enumerate(counts):
-        rows = slice(begin, begin + count)
-        left, right = quantise(x[rows], S.FP8_ROW), quantise(weight[expert], S.FP8_ROW)
-        if count:
-            assert off(found[rows], exact(left) @ exact(right).t()) < 3e-3
-        begin += count
-    assert found.shape == (sum(counts), n) and found.dtype == torch.bfloat16
-    assert grouped_product(x[:0], weight, torch.zeros(4, dtype=torch.int32)).shape == (0, n)
-    with pytest.raises(ValueError, match="multiples of 16: k=40"):
-        grouped_product(x[:, :40], weight[:, :, :40], offsets)
