@@ -3,6 +3,7 @@
     python scripts/bench_precision.py                                # every shape in BF16 and NVFP4
     python scripts/bench_precision.py 20x1280:bf16 20x1280:mxfp8     # SHAPE:RECIPE pairs, in this order
     python scripts/bench_precision.py 30m:nvfp4 30m:nvfp4:graphs     # and replayed as a CUDA graph (engine.cuda_graphs)
+    python scripts/bench_precision.py 24x2048:bf16 24x2048:fp8_tensor:native    # on the tensor cores that there are
     python scripts/bench_precision.py 30m:nvfp4 --kernels 12         # and the kernels that take longest
 
 `micro_step` of the engine: the model, its blocks compiled, and the LM head; no optimizer. Inputs are random tokens.
@@ -19,10 +20,11 @@ from typing import Any
 import torch
 from measure import write
 
-from lowbit.configs.schema import EngineConfig, MlpKind, ModelConfig, OptimConfig, PrecisionConfig
+from lowbit.configs.schema import EngineConfig, MatrixBackend, MlpKind, ModelConfig, OptimConfig, PrecisionConfig
 from lowbit.data.batch import Batch
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import apply_policy, clocks, set_clock
+from lowbit.quant.backends.choose import Chooser
 from lowbit.quant.stages import resolve
 from lowbit.trainer.engine import LocalEngine
 from lowbit.trainer.objective import NextToken
@@ -41,6 +43,7 @@ def model_of(layers: int, width: int, heads: int, mlp: MlpKind, mlp_width: int, 
 SHAPES: dict[str, Shape] = {
     "30m": (model_of(6, 640, 10, MlpKind.swiglu, 1728, 512), 16384, 64, 512),
     "20x1280": (model_of(20, 1280, 10, MlpKind.relu2, 5120, 2048), 32768, 16, 2048),
+    "24x2048": (model_of(24, 2048, 16, MlpKind.swiglu, 8192, 2048), 32768, 8, 2048),
     "2x4096": (model_of(2, 4096, 32, MlpKind.swiglu, 14336, 4096), 32768, 4, 4096),
 }
 
@@ -58,7 +61,7 @@ def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
     return taken
 
 
-def bench(shape: str, recipe: str, graphs: bool, kernels: int) -> dict[str, Any]:
+def bench(shape: str, recipe: str, graphs: bool, native: bool, kernels: int) -> dict[str, Any]:
     """One row."""
     config, vocabulary, sequences, length = SHAPES[shape]
     device = torch.device("cuda")
@@ -70,7 +73,9 @@ def bench(shape: str, recipe: str, graphs: bool, kernels: int) -> dict[str, Any]
         model = Transformer(config, vocabulary, torch.bfloat16)
     model = model.to_empty(device=device)
     model.init_weights(1)
-    apply_policy(model, resolve(PrecisionConfig(forward=recipe, backward=recipe)), seed=1)
+    wanted = MatrixBackend.auto if native else MatrixBackend.emulated
+    chooser = Chooser.on(device, torch.bfloat16, wanted, check=True)
+    apply_policy(model, resolve(PrecisionConfig(forward=recipe, backward=recipe)), seed=1, chooser=chooser)
     engine = LocalEngine(model, OptimConfig(), EngineConfig(cuda_graphs=graphs))
     tokens = torch.randint(0, vocabulary, (sequences, length + 1), device=device)
     weights = torch.ones(sequences, length, device=device)
@@ -94,7 +99,7 @@ def bench(shape: str, recipe: str, graphs: bool, kernels: int) -> dict[str, Any]
         show_kernels(micro_batch, kernels)
     return {
         "shape": shape,
-        "recipe": recipe + (", graphs" if graphs else ""),
+        "recipe": recipe + ", native" * native + ", graphs" * graphs,
         "ms": round(taken, 2),
         "tokens_per_second": round(weights.numel() / taken * 1e3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
@@ -123,8 +128,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for pair in args.pairs:
-        shape, recipe, *graphs = pair.split(":")
-        rows.append(bench(shape, recipe, graphs == ["graphs"], args.kernels))
+        shape, recipe, *how = pair.split(":")
+        rows.append(bench(shape, recipe, "graphs" in how, "native" in how, args.kernels))
         same = [row for row in rows if row["shape"] == shape and row["recipe"] == "bf16"]
         if same:
             rows[-1]["over_bf16"] = round(rows[-1]["ms"] / same[0]["ms"], 3)
