@@ -32,6 +32,7 @@ from lowbit.comm.deepspeed import buckets
 from lowbit.comm.simulate import simulate
 from lowbit.configs.compose import compose
 from lowbit.configs.schema import RunConfig
+from lowbit.configs.validate import validate
 from lowbit.data.batch import Batch
 from lowbit.errors import ConfigError
 from lowbit.trainer.client_optimizer import reduced_exactly
@@ -173,7 +174,7 @@ def noise(rows: list[Row]) -> str:
         found = [row["val_loss"] for row in rows if row["gradients"] == kind]
         if len(found) > 1:
             words.append(f"{kind}: seeds {max(found) - min(found):.4f} nats apart")
-    return "; ".join(words) or "one seed: no measure of its noise"
+    return "; ".join(words) or "exact sums of one seed or none: no measure of its noise"
 
 
 def main() -> None:
@@ -187,6 +188,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     given = dict(o.split("=", 1) for o in args.overrides)
     config = compose([f"{key}={value}" for key, value in (SETTINGS | given).items()])
+    validate(config)
     steps = config.max_steps
     if steps is None:
         raise ConfigError("max_steps=null: runs that are compared take as many steps")

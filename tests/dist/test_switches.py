@@ -7,6 +7,7 @@ import jobs
 import pytest
 import tiny_runs
 from test_runs import BACKENDS, fine, run_jobs
+from test_zero import usable
 
 from lowbit.configs.schema import BatchConfig, PrecisionConfig, PrecisionSwitch, RunConfig
 from lowbit.trainer.run import pretrain
@@ -41,6 +42,7 @@ def test_a_rehearsal_on_every_rank_changes_nothing(
     The stages are jobs of one set of processes, one after the other; a stage-3 engine's hooks are those of any number
     of ranks, so one rank is a case of its own.
     """
+    usable(backend, world)
     pretrain(jobs.local(config_of(tmp_path, 0), backend), tmp_path / "one")
     planned = [(config_of(tmp_path, stage), tmp_path / f"stage{stage}", {}) for stage in stages]
     fine(run_jobs(world, planned, tmp_path / "ranks", backend))
