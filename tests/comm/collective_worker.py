@@ -49,9 +49,16 @@ def inputs(kind: str, n: int, rank: int) -> torch.Tensor:
 
 
 def reductions(rank: int, world: int, hop: str, node_size: int = 1, device: str = "cpu") -> dict[str, np.ndarray]:
-    """Every reduction over all ranks, in one level or two."""
+    """Every reduction over all ranks, in one level or two; with two also one in BF16 inside nodes."""
     between, inside = node_groups(node_size)
     found = {}
+    if node_size > 1:
+        _, codec, n, piece, _, kind, factor = REDUCTIONS[1]
+        two_hop = TwoHop(between, make_codec(codec), piece, inside, intra_codec=make_codec("bf16"), timeout=60)
+        x = inputs(kind, n, rank).to(device)
+        two_hop.all_reduce_(x, factor).wait()
+        found[f"{hop} bf16 inside"] = x.cpu().numpy()
+        two_hop.close()
     for name, codec, n, piece, dtype, kind, factor in REDUCTIONS:
         two_hop = TwoHop(between, make_codec(codec), piece, inside if node_size > 1 else None, timeout=60)
         x = inputs(kind, n, rank).to(device, getattr(torch, dtype))

@@ -106,7 +106,8 @@ def two_hops(shards: list[np.ndarray], name: str, factor: float) -> np.ndarray:
     return np.concatenate(out)[:n]
 
 
-def expected_reduction(case, world: int, node_size: int) -> np.ndarray:  # type: ignore[no-untyped-def]
+def expected_reduction(case, world: int, node_size: int, inside: type = np.float32) -> np.ndarray:  # type: ignore[no-untyped-def]
+    """inside: what values are while they travel between the ranks of a node."""
     _, name, n, piece, dtype, kind, factor = case
     factor = 1 / world if factor is None else factor
     xs = [inputs(kind, n, r).to(getattr(torch, dtype)).float().numpy() for r in range(world)]
@@ -127,7 +128,7 @@ def expected_reduction(case, world: int, node_size: int) -> np.ndarray:  # type:
                 for x in xs[node * node_size : (node + 1) * node_size]:
                     part = np.zeros(length, np.float32)
                     own = x[begin + place * length : min(end, begin + (place + 1) * length)]
-                    part[: len(own)] = own
+                    part[: len(own)] = own.astype(inside)
                     total = part if total is None else (total + part).astype(np.float32)
                 shards.append(total)
             a, b = begin + place * length, min(end, begin + (place + 1) * length)
@@ -158,6 +159,9 @@ def check_reductions(ranks: Results, levels: dict[str, int]) -> None:
             expected = expected_reduction(case, len(ranks), node_size)
             for rank in ranks:
                 assert same(rank[f"{hop} {case[0]}"], expected), (hop, case)
+        if node_size > 1:
+            expected = expected_reduction(REDUCTIONS[1], len(ranks), node_size, ml_dtypes.bfloat16)
+            assert all(same(rank[f"{hop} bf16 inside"], expected) for rank in ranks), hop
 
 
 def test_the_simulation_gives_the_same_bits(ranks: Results) -> None:
