@@ -23,7 +23,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any
 
-from lowbit.configs.schema import PolicyConfig, PrecisionConfig, ProductConfig
+from lowbit.configs.schema import MatrixBackend, PolicyConfig, PrecisionConfig, ProductConfig
 from lowbit.errors import ConfigError
 from lowbit.quant.policy import Alignment, LinearPolicy, Operand, ProductPolicy, Signs
 from lowbit.quant.presets import PRESETS
@@ -116,6 +116,12 @@ class Switch:
             return other.at_step <= self.at_step
         return self.at_decay and other.at_decay
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values (JSON): its time, and what its names stand for."""
+        given = {"forward": self.forward, "dgrad": self.dgrad, "wgrad": self.wgrad}
+        changes = {part: describe(policy) for part, policy in given.items() if policy is not None}
+        return {"when": self.when, "label": self.label} | changes
+
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
@@ -129,6 +135,8 @@ class PrecisionPolicy:
     trainer: StagePolicy
     rules: tuple[Rule, ...] = ()
     switches: tuple[Switch, ...] = ()
+    backend: MatrixBackend = MatrixBackend.auto
+    """As configured; which backend a layer gets is the device's matter."""
 
     def training(self, active: Sequence[bool] = ()) -> StagePolicy:
         """Pretraining's policy while these switches are due (none, if not given)."""
@@ -153,18 +161,20 @@ class PrecisionPolicy:
                 yield active
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values (JSON): what tells this policy from another one, for a checkpoint."""
+        """Plain values (JSON): what tells this policy from another one, for a checkpoint.
+
+        Rules and switches in their order, which decides between them. The backend is among them: it changes the order
+        of sums, hence bits.
+        """
         return {
             "training": describe(self.training().default),
             "sampler": describe(self.sampler.default),
             "trainer": describe(self.trainer.default),
-            "rules": {
-                f"{rule.match} in the last {rule.last_blocks:g}" if rule.last_blocks < 1 else rule.match: describe(
-                    rule.policy
-                )
-                for rule in self.rules
-            },
-            "switch": {switch.when: switch.label for switch in self.switches},
+            "rules": [
+                {"match": rule.match, "last_blocks": rule.last_blocks} | describe(rule.policy) for rule in self.rules
+            ],
+            "switch": [switch.as_dict() for switch in self.switches],
+            "backend": self.backend.value,
         }
 
 
@@ -223,6 +233,7 @@ def resolve(config: PrecisionConfig) -> PrecisionPolicy:
         ),
         rules,
         tuple(_switch(config, i, names) for i in range(len(config.switch))),
+        config.backend,
     )
     if len(policy.switches) > MOST_SWITCHES:
         raise ConfigError(f"precision.switch has {len(policy.switches)} entries: at most {MOST_SWITCHES} are supported")

@@ -1,5 +1,6 @@
 """Recipes against the papers' tables, and names resolved to policies: stages, descriptions, rules, switches."""
 
+import json
 from functools import cache
 from typing import Any
 
@@ -275,3 +276,20 @@ def test_the_policy_as_plain_values_tells_precisions_apart() -> None:
     found.append(plain("precision=nvfp4", "precision.switch=[{at: 0.5, forward: bf16}]"))
     assert all(a != b for i, a in enumerate(found) for b in found[:i])
     assert plain("precision=nvfp4") == plain("precision=auto", "precision.forward=nvfp4", "precision.backward=nvfp4")
+
+
+def test_rules_in_another_order_and_switches_of_one_time_are_told_apart() -> None:
+    """Removing one of two switches of the same time, or exchanging two rules, is another precision."""
+    mine = "+precision.define.mine={base: %s}"
+
+    def plain(*overrides: str) -> dict[str, Any]:
+        return resolve(composed("precision=nvfp4", *overrides).precision).as_dict()
+
+    first, second = "{at: 0.5, forward: bf16}", "{at: 0.5, backward: bf16}"
+    rules = ["{match: '.*up', policy: bf16}", "{match: '.*', policy: mxfp8}"]
+    found = [plain(f"precision.switch=[{text}]") for text in (first, second, f"{first},{second}", f"{second},{first}")]
+    found += [plain(f"precision.rules=[{','.join(order)}]") for order in (rules, rules[::-1], rules[:1])]
+    found += [plain(mine % base, "precision.switch=[{at: 0.5, forward: mine}]") for base in ("bf16", "mxfp8")]
+    found += [plain(), plain("precision.backend=emulated")]
+    assert all(a != b for i, a in enumerate(found) for b in found[:i])
+    assert all(json.loads(json.dumps(values)) == values for values in found), "a checkpoint gives the same back"
