@@ -28,6 +28,7 @@ from lowbit.models.cost import flops_per_token
 from lowbit.models.layers import state_buffers
 from lowbit.models.probe import softmax_saturation
 from lowbit.models.transformer import Transformer
+from lowbit.trainer.alike import require_alike
 from lowbit.trainer.announce import introduce, keep_sample, sample_text, say_finished, say_result
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
 from lowbit.trainer.console import Console
@@ -151,7 +152,8 @@ class Pretraining:
         self.token_bytes = self.data.tokenizer.token_bytes()
         snapshot = self._snapshot()
         self.model = self._make_model()
-        self.precision = RunPrecision(config, self.model)
+        self.precision = self.ranks.together(lambda: RunPrecision(config, self.model))
+        require_alike(self.ranks, self.precision.reports())
         if snapshot is None:
             self._begin()
         self.engine = self.ranks.together(self._make_engine)
