@@ -1,9 +1,11 @@
 """Low-bit products of experts: a `LowbitLinear` for each group of rows, as one layer.
 
 Expert e has the rows [offsets[e - 1], offsets[e]) of x and its own matrix W_e. What each of its three products computes
-is what `LowbitLinear` computes from the same rows and weight under the key of expert e, bit for bit: blocks along the
-tokens (wgrad) never hold rows of two experts, padding is each expert's own, a scale of the whole tensor is of an
-expert's rows. An expert without rows has no output and a gradient of zeros. The products: `grouped_products`.
+is what `LowbitLinear` computes from the same rows and weight under the key of expert e: blocks along the tokens (wgrad)
+never hold rows of two experts, padding is each expert's own, a scale of the whole tensor is of an expert's rows. An
+expert without rows has no output and a gradient of zeros. Emulated, it is that bit for bit; where fprop and dgrad have
+a backend (`backends.fp8_grouped`), codes and scales are the same and their sums are in another order. The products:
+`grouped_products`.
 """
 
 from collections.abc import Sequence
@@ -34,7 +36,10 @@ def keys_of(seed: int, layer: str, experts: int) -> Tensor:
 
 
 class LowbitGroupedLinear(GroupedLinear):
-    """`models.layers.GroupedLinear` whose products follow a `LinearPolicy`, emulated."""
+    """`models.layers.GroupedLinear` whose products follow a `LinearPolicy`.
+
+    The copy that passes without gradients use (`freeze`) is multiplied by the emulation, whatever the policy's backend.
+    """
 
     keys: Tensor
     """int64 [experts, 2]."""

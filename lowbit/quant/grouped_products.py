@@ -4,7 +4,7 @@ How many rows an expert has is known on the device only, so the loop over expert
 compiler, whose results have sizes that do not depend on it: what is kept for the backward pass lies expert after expert
 in flat buffers long enough for the worst case (`_capacity`). On a GPU the loop waits for the offsets once a pass.
 Where a policy's fprop and dgrad have a backend (`backends.fp8_grouped`), they are one product of all experts each, and
-the loop is left with what wgrad needs.
+the loop is left with what wgrad needs; a pass that wgrad needs nothing of then neither waits nor checks the offsets.
 """
 
 from collections.abc import Iterator, Sequence
@@ -156,7 +156,8 @@ def grouped_backward(
     width = weights[0].shape[2]
     dx, *dws = _allocate_gradients(grads, weights, dtype, input_grad, weight_grad)
     if input_grad and found.dgrad.backend != EMULATED:
-        turned = [w.transpose(1, 2) for w in weights]
+        # each W_e^T in BF16, which is how a quantiser reads it anyway: half of what a transposed FP32 copy would take
+        turned = [w.transpose(1, 2).to(torch.bfloat16, memory_format=torch.contiguous_format) for w in weights]
         parts = [multiply_rows(g, [w], offsets)[0].to(dtype) for g, w in zip(grads, turned, strict=True)]
         dx, input_grad = sum(parts[1:], parts[0]), False
         if not weight_grad:

@@ -236,6 +236,7 @@ def test_no_backend_takes_all_products_of_experts() -> None:
     policy = resolve(PrecisionConfig(forward="fp8_row"))
     chooser = Chooser(Device("cuda", (9, 0), (13, 0), "H200"), torch.bfloat16, MatrixBackend.fp8)
     with pytest.raises(
-        ConfigError, match=r"precision.backend=fp8: .*mlp.experts.* products of experts are emulated, wgrad always"
+        ConfigError,
+        match=r"precision.backend=fp8: .*mlp.experts.*: no backend multiplies all three products of experts",
     ):
         apply_policy(experts_model(), policy, seed=1, chooser=chooser)

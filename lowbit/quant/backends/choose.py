@@ -98,8 +98,9 @@ class Chooser:
             return Bound(policy)
         if self.wanted is not MatrixBackend.auto:
             raise ConfigError(
-                f"precision.backend={self.wanted}: {name}: products of experts are emulated, wgrad always; "
-                "precision.backend=auto would emulate them, and a rule could leave them in BF16"
+                f"precision.backend={self.wanted}: {name}: no backend multiplies all three products of experts, wgrad "
+                "is always emulated; precision.backend=auto would take what there is, and a rule could leave them in "
+                "BF16"
             )
         why = fp8_grouped.refuses(policy, sizes, self.device, self.dtype)
         if why is None and self.target is not None:

@@ -1,14 +1,18 @@
 """FP8 products of all experts at once: each expert's rows against FP64, the layer against its emulation, the choice."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowbit.configs.schema import MatrixBackend, ModelConfig, MoeConfig, PrecisionConfig
+from lowbit.errors import ConfigError
 from lowbit.models.layers import GroupedLinear
 from lowbit.models.transformer import Transformer
+from lowbit.quant import grouped_products
 from lowbit.quant.apply import apply_policy, candidates
 from lowbit.quant.backends import fp8_grouped
 from lowbit.quant.backends.base import Device, Sizes, bind
@@ -123,7 +127,45 @@ def test_the_check_passes_and_finds_what_is_wrong(device: torch.device, monkeypa
         check.cache_clear()
         monkeypatch.setattr(fp8_grouped, "fp8_grouped_product", product)
         assert check(device) is not None
+    monkeypatch.setattr(fp8_grouped, "fp8_grouped_product", good)
     check.cache_clear()
+
+
+def test_the_check_compares_codes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One code of thousands shows in no product's norm."""
+    good = fp8_grouped.quantise_both
+
+    def wrong(x: Tensor, *specs: Any) -> Any:
+        made = good(x, *specs)
+        assert made[0] is not None
+        made[0].codes[2, 3] ^= 1
+        return made
+
+    check.cache_clear()
+    monkeypatch.setattr(fp8_grouped, "quantise_both", wrong)
+    assert check(device) == "its FP8_ROW codes are not the reference's"
+    check.cache_clear()
+
+
+def test_dgrad_copies_the_weights_in_bf16_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[torch.dtype, bool]] = []
+
+    def watched(x: Tensor, weights: Sequence[Tensor], *rest: Any, **settings: Any) -> list[Tensor]:
+        seen.extend((w.dtype, w.is_contiguous()) for w in weights)
+        return multiply_rows(x, weights, *rest, **settings)
+
+    monkeypatch.setattr(grouped_products, "multiply_rows", watched)
+    layer = layers(NATIVE, 4, device)[0]
+    x = torch.randn(64, IN, device=device).bfloat16().requires_grad_()
+    layer(x, ends([0, 1, 30, 33], device)).sum().backward()
+    assert seen == [(torch.float32, True), (torch.bfloat16, True)], "fprop reads the master, dgrad its transposes"
+
+
+def test_a_backend_that_is_named_takes_no_experts_and_says_what_would() -> None:
+    for name in (MatrixBackend.fp8, MatrixBackend.te):
+        with pytest.raises(ConfigError, match="no backend multiplies all three products of experts") as caught:
+            Chooser(H200, torch.bfloat16, name).bind_experts("blocks.0.up", PRESETS["fp8_row"], Sizes(IN, OUT))
+        assert "precision.backend=auto would take what there is" in str(caught.value)
 
 
 def test_the_policy_that_an_operator_gets_has_the_backend() -> None:
