@@ -102,7 +102,7 @@ class Backend(Protocol):
 
     @property
     def note(self) -> str:
-        """What a report adds to the name; empty if there is nothing to say."""
+        """What a report adds to the name, before what the start-up check found; empty if there is nothing to say."""
         ...
 
     def takes(self, left: QuantSpec | None, right: QuantSpec | None) -> bool:

@@ -83,7 +83,8 @@ class Chooser:
             return Bound(
                 LinearPolicy(), (f"BF16 in place of FP8, which is slower here ({slow.speedup:.2f}x at {shape})",)
             )
-        remarks += [f"{backend.name}: {backend.note}" for backend in chosen.values() if backend.note]
+        passed = "" if self.target is None else "; it passed its start-up check here"
+        remarks += [f"{backend.name}: {backend.note}{passed}" for backend in chosen.values() if backend.note]
         padded = _padded(found, sizes)
         remarks += [f"padded to a multiple of 16 for fp8: {padded}"] if padded else []
         names = [EMULATED if backend is None else backend.name for backend, _ in found.values()]

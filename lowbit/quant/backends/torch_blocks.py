@@ -48,7 +48,7 @@ class TorchBlocks:
     """The backend `torch_blocks`."""
 
     name = "torch_blocks"
-    note = "never run by this project; it passed its start-up check here"
+    note = "never run by this project"
 
     def takes(self, left: QuantSpec | None, right: QuantSpec | None) -> bool:
         """See `Backend`."""

@@ -91,6 +91,15 @@ def test_the_reason_is_given(preset: str, device: Device, reason: str) -> None:
     assert reason in "\n".join(Chooser(device, wanted=AUTO).bind("a layer", PRESETS[preset], LARGE).remarks)
 
 
+def test_only_a_backend_that_was_checked_is_said_to_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lowbit plan` checks nothing."""
+    remark = "torch_blocks: never run by this project"
+    assert Chooser(BLACKWELL, wanted=AUTO).bind("a layer", PRESETS["mxfp8"], LARGE).remarks == (remark,)
+    monkeypatch.setattr(choose, "check", lambda *_: None)
+    checked = Chooser(BLACKWELL, wanted=AUTO, target=CPU).bind("a layer", PRESETS["mxfp8"], LARGE)
+    assert checked.remarks == (f"{remark}; it passed its start-up check here",)
+
+
 def test_where_there_is_no_gpu_nothing_is_remarked() -> None:
     for device in (Device("cpu"), UNKNOWN):
         for policy in PRESETS.values():
