@@ -51,7 +51,8 @@ def check(device: torch.device) -> str | None:
     x, weight = known_matrix(sum(counts), 96, 0, device), known_matrix(len(counts) * 32, 96, 1, device)
     try:
         for matrix in (x, weight):
-            if not same_codes(quantise_both(matrix, FP8_ROW, None)[0], quantise(matrix, FP8_ROW)):
+            made, _ = quantise_both(matrix, FP8_ROW, None)
+            if made is None or not same_codes(made, quantise(matrix, FP8_ROW)):
                 return f"its {FP8_ROW.name} codes are not the reference's"
         offsets = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
         [found] = multiply_rows(x, [weight.view(len(counts), 32, 96)], offsets)
