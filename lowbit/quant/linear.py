@@ -14,6 +14,7 @@ from torch import Tensor
 from lowbit.errors import ConfigError
 from lowbit.models.layers import Linear
 from lowbit.quant.bits import check_readable
+from lowbit.quant.formats import INT8
 from lowbit.quant.linear_products import forward_product, linear_products, remembered, rotation_signs
 from lowbit.quant.philox import Product, Side, Stream
 from lowbit.quant.policy import LinearPolicy
@@ -64,6 +65,12 @@ class Retained(Protocol):
         ...
 
 
+def multiplies_int8(policy: LinearPolicy) -> bool:
+    """Whether a layer's input is quantised to INT8 in the forward product."""
+    spec = policy.fprop.left.spec
+    return spec is not None and spec.element is INT8
+
+
 class LowbitLinear(Linear):
     """`models.layers.Linear` whose products follow a `LinearPolicy`. A policy of BF16 alone is exactly that Linear."""
 
@@ -72,7 +79,7 @@ class LowbitLinear(Linear):
     choice: Tensor | None
     """Four over six of W: each block's 4 or 6, where somebody keeps it (`remember_choice`)."""
     input_amax: Tensor | None
-    """FP32 scalar: the static range of X, where somebody fixes it (`fix_input_amax`)."""
+    """FP32 scalar: the static range of X in INT8, where somebody fixes it (`fix_input_amax`)."""
     retained: "Retained | None"
     """The split between formats of its input channels, where there is one (`stabilisers.outcontrol`)."""
 
@@ -122,14 +129,20 @@ class LowbitLinear(Linear):
         self.register_buffer("choice", zeros, persistent=False)
 
     def fix_input_amax(self, amax: Tensor | None) -> None:
-        """From now on X is quantised as if its largest magnitude were `amax`, FP32 scalar; None: its own.
+        """From now on X, where it is quantised to INT8, is so as if its largest magnitude were `amax`, FP32 scalar.
 
-        For one-level formats with FP32 scales. What lies beyond is clipped; the gradient does not know it.
+        None: its own. What lies beyond is clipped; the gradient does not know it. Other formats, into which a switch
+        may put the layer, have scales of their own.
         """
         if self.input_amax is None or amax is None:
             self.register_buffer("input_amax", None if amax is None else amax.clone(), persistent=False)
         else:
             self.input_amax.copy_(amax)
+
+    @property
+    def input_range(self) -> Tensor | None:
+        """`input_amax` while it applies."""
+        return self.input_amax if multiplies_int8(self.policy) else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] BF16 or FP32 -> [..., out] in its type."""
@@ -154,7 +167,7 @@ class LowbitLinear(Linear):
         elif self.frozen is None:
             weights, keys = [layer.weight for layer in layers], [layer.key for layer in layers]
             choices, low_ranks = [layer.choice for layer in layers], [layer.low_rank for layer in layers]
-            amax = self.input_amax
+            amax = self.input_range
             outputs = linear_products(rows, weights, keys, self.clock, self.policy, choices, amax, low_ranks)
         else:
             alone = self.policy.fprop.rotation != 0  # each copy has its own layer's rotation
@@ -195,5 +208,5 @@ def _frozen_products(x: Tensor, layers: Sequence[LowbitLinear]) -> tuple[Tensor,
     first = layers[0]
     stream = Stream(first.key, first.clock, Product.FPROP, Side.LEFT)
     weights = [layer.effective() for layer in layers] if first.policy.mean_split else []
-    amax = first.input_amax
+    amax = first.input_range
     return forward_product(x, weights, rights, stream, first.frozen_signs, first.policy, amax).outputs

@@ -17,6 +17,7 @@ from lowbit.models.cost import LowBit
 from lowbit.models.layers import GroupedLinear, Linear
 from lowbit.quant.policy import Kept, LinearPolicy
 from lowbit.quant.spec import FOUR_OVER_SIX, MXFP8, Outer, Scale
+from lowbit.quant.stabilisers.outcontrol import gains
 
 READERS = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate and up", "up": "gate and up"}
 """Layers of a block or of its experts that read the same input."""
@@ -54,7 +55,7 @@ def _kept_bits(policy: LinearPolicy, stabilisers: StabiliserConfig) -> float:
     if policy.kept is Kept.INPUT:
         return 0.0
     bits, share = policy.kept_operand.bits, stabilisers.outcontrol.share
-    if stabilisers.outcontrol.enabled and policy.fprop.right.spec is not None and bits < MXFP8.bits:
+    if stabilisers.outcontrol.enabled and gains(policy):
         bits = (1 - share) * bits + share * MXFP8.bits
     return bits
 

@@ -46,10 +46,18 @@ ROUNDING = 1 + 2.0**-20
 
 
 def measure(
-    x: Tensor, spec: QuantSpec, stream: Stream | None = None, memory: Memory | None = None, risk: bool = False
+    x: Tensor,
+    spec: QuantSpec,
+    stream: Stream | None = None,
+    memory: Memory | None = None,
+    amax: Tensor | None = None,
+    risk: bool = False,
 ) -> Tensor:
-    """x [rows, k], BF16 or FP32, ready for its quantiser -> FP64 [5] in the order of `NAMES`; no `risk`: NaN."""
-    values = quantise_values(x, spec, stream, memory)
+    """x [rows, k], BF16 or FP32, ready for its quantiser -> FP64 [5] in the order of `NAMES`; no `risk`: NaN.
+
+    memory, amax: see `quantise_values`.
+    """
+    values = quantise_values(x, spec, stream, memory, amax)
     exact, value, scale = read_bf16(x), forward_value(values).float(), values.grid()[1]
     energy = exact.square().sum(dtype=torch.float64)
     error = (value - exact).square().sum(dtype=torch.float64) / torch.where(energy > 0, energy, 1.0)
@@ -77,7 +85,8 @@ def weight_statistics(layer: LowbitLinear) -> Tensor | None:
 def input_statistics(layer: LowbitLinear, x: Tensor) -> Tensor | None:
     """Of X [..., in] in the forward product; None where it is not quantised."""
     rows = _ordinary(layer, x.detach().reshape(-1, x.shape[-1]))
-    return _measure_factor(layer, split_mean(rows)[1] if layer.policy.mean_split else rows, Product.FPROP, Side.LEFT)
+    rows = split_mean(rows)[1] if layer.policy.mean_split else rows
+    return _measure_factor(layer, rows, Product.FPROP, Side.LEFT, amax=layer.input_range)
 
 
 def gradient_statistics(layer: LowbitLinear, grad: Tensor) -> Tensor | None:
@@ -96,7 +105,13 @@ def _ordinary(layer: LowbitLinear, matrix: Tensor) -> Tensor:
 
 
 def _measure_factor(
-    layer: LowbitLinear, x: Tensor, product: Product, side: Side, memory: Memory | None = None, risk: bool = False
+    layer: LowbitLinear,
+    x: Tensor,
+    product: Product,
+    side: Side,
+    memory: Memory | None = None,
+    amax: Tensor | None = None,
+    risk: bool = False,
 ) -> Tensor | None:
     """A factor as the layer makes it: rotated, with its own noise."""
     policy: ProductPolicy = getattr(layer.policy, product.name.lower())
@@ -107,7 +122,7 @@ def _measure_factor(
     signs = signs_of(stream, policy.rotation, policy.signs)
     if signs is not None:
         x = rotate(x, signs, policy.rotation)
-    return measure(x, operand.spec, stream, memory, risk)
+    return measure(x, operand.spec, stream, memory, amax, risk)
 
 
 @contextmanager

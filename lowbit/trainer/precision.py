@@ -8,17 +8,19 @@ on its own micro-batch; where ZeRO shards the weights (stage 3) they do without.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from lowbit.configs.schema import CompileMode, ComputeDtype, MatrixBackend, RunConfig
+from lowbit.configs.schema import CompileMode, ComputeDtype, MatrixBackend, PrecisionConfig, RunConfig
 from lowbit.configs.stored import flatten
 from lowbit.errors import ConfigError
+from lowbit.models.layers import GroupedLinear
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import (
+    Candidate,
     apply_policy,
     assign,
     bound,
@@ -36,6 +38,8 @@ from lowbit.quant.kernels import cpu
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
 from lowbit.quant.report import EMULATED, NATIVE, PolicyReport, report
+from lowbit.quant.spec import FOUR_OVER_SIX
+from lowbit.quant.stabilisers.masters import block_counts
 from lowbit.quant.stages import PrecisionPolicy, Stage, StagePolicy, describe, resolve
 from lowbit.trainer.hardware import compute_dtype, device_name, fast_bf16
 from lowbit.trainer.schedule import decaying
@@ -50,8 +54,41 @@ def check_precision(config: RunConfig) -> None:
         raise ConfigError("precision.backend=te: Transformer Engine's layers run uncompiled: set engine.compile=off")
     layers = candidates(_on_meta(config, torch.float32))
     for stage in Stage:
-        for phase in policy.phases(stage):
-            assign(phase, layers)
+        phases = [assign(phase, layers) for phase in policy.phases(stage)]
+        if stage is Stage.training:
+            _check_stabilisers(config.precision, layers, phases)
+
+
+def _check_stabilisers(
+    precision: PrecisionConfig, layers: Mapping[str, Candidate], phases: Sequence[Mapping[str, LinearPolicy]]
+) -> None:
+    """Raise ConfigError for stabilisers that would silently do nothing, or that no switch may change beneath."""
+    key, wanted = "precision.stabilisers", precision.stabilisers
+    if precision.backend is MatrixBackend.te and wanted.outcontrol.enabled:
+        raise ConfigError(
+            f"{key}.outcontrol.enabled=true: Transformer Engine's layers quantise all channels alike: "
+            "precision.backend=auto would work"
+        )
+    if not (wanted.oscireset.enabled and wanted.oscireset.hysteresis > 0):
+        return
+    if precision.backend is MatrixBackend.te:
+        raise ConfigError(
+            f"{key}.oscireset.hysteresis={wanted.oscireset.hysteresis:g}: Transformer Engine chooses by itself: "
+            f"{key}.oscireset.hysteresis=0 would work"
+        )
+    for name, layer in layers.items():
+        specs = [phase[name].fprop.right.spec for phase in phases]
+        counts = {
+            spec.name: block_counts(layer.out_features, layer.in_features, spec)
+            for spec in specs
+            if spec is not None and spec.rounding in FOUR_OVER_SIX
+        }
+        if len(set(counts.values())) > 1 and not isinstance(layer, GroupedLinear):
+            words = " and ".join(f"{count[1]} blocks a row in {format}" for format, count in counts.items())
+            raise ConfigError(
+                f"{key}.oscireset.hysteresis={wanted.oscireset.hysteresis:g}: {name}: a switch changes what its "
+                f"choices of 4 or 6 are of, {words}: {key}.oscireset.hysteresis=0 would work"
+            )
 
 
 def plan_precision(config: RunConfig, device: torch.device | None = None) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.quant import spec as S
 from lowbit.quant.kernels import gpu, ops
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
-from lowbit.quant.spec import EDEN, SPECS, QuantSpec, Rounding
+from lowbit.quant.spec import EDEN, FOUR_OVER_SIX, SPECS, QuantSpec, Rounding, Scale
 
 STREAM = Stream(make_key(1, "a"), make_clock(3, 1, 2), Product.DGRAD, Side.RIGHT)
 EXTRA = (
@@ -55,18 +55,43 @@ def inputs(zeros: bool = True) -> Iterator[Tensor]:
 
 
 def compare(spec: QuantSpec | None, rotation: int, x: Tensor, device: str) -> None:
-    """Raise AssertionError where operand, scales, codes or what unpacking gives differ in a bit."""
+    """Raise AssertionError where operand, scales, codes or what unpacking gives differ in a bit.
+
+    With what may be given beside x, too: a choice of four or six for each block, a part of a larger matrix as
+    OutControl gives it; a range that is no BF16 number.
+    """
+    _compare(spec, rotation, x, device)
+    if spec is not None and spec.rounding in FOUR_OVER_SIX:
+        blocks = ops.padded_columns(-(-x.shape[1] // max(rotation, 1)) * max(rotation, 1), spec) // spec.block[1]
+        rows = -(-x.shape[0] // spec.block[0])
+        kept = torch.tensor([0, 4, 6], dtype=torch.int8)[torch.randint(0, 3, (rows, blocks + 3))]
+        _compare(spec, rotation, x, device, choice=kept[:, :blocks])
+    if spec is not None and spec.scale is Scale.FP32:
+        _compare(spec, rotation, x, device, amax=torch.tensor(1.4987))
+
+
+def _compare(
+    spec: QuantSpec | None,
+    rotation: int,
+    x: Tensor,
+    device: str,
+    choice: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> None:
     signs = torch.where(torch.rand(rotation) < 0.5, -1.0, 1.0) if rotation else None
     padded = ops.padded_columns(ops.operand_width(x.shape[1], signs), spec)
     if not gpu.takes(spec, padded):
         return
     made = [ops.allocate(x, signs, spec, torch.bfloat16, True, spec is not None) for _ in range(2)]
-    want = ops.reference(x, signs, spec, STREAM, None, None, torch.bfloat16, made[0])
+    want = ops.reference(x, signs, spec, STREAM, choice, amax, torch.bfloat16, made[0])
     got = tuple(tensor.fill_(3).to(device) for tensor in made[1])
     key, clock = STREAM.key.to(device), STREAM.clock.to(device)
     signs = None if signs is None else signs.to(device)
     moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
-    gpu.run_factor(moved, spec, signs, key, clock, ops.lane_of(STREAM), None, None, padded, got)  # type: ignore[arg-type]
+    if choice is not None:
+        choice = torch.empty_strided(choice.shape, choice.stride(), dtype=choice.dtype, device=device).copy_(choice)
+    amax = None if amax is None else amax.to(device)
+    gpu.run_factor(moved, spec, signs, key, clock, ops.lane_of(STREAM), choice, amax, padded, got)  # type: ignore[arg-type]
     for name, a, b in zip(("operand", "after", "data", "scales", "outer"), want, got, strict=True):
         same_bits(f"{name} {tuple(x.shape)} rotation {rotation}", a, b)
     if spec is not None:

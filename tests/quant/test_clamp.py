@@ -12,6 +12,7 @@ from lowbit.quant import spec as S
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.policy import HIGH, LinearPolicy, Operand, ProductPolicy
+from lowbit.quant.presets import PRESETS
 from lowbit.quant.quantise import quantise
 from lowbit.quant.stabilisers.clamp import Clamp, ClampedSquare, Site, activation_deviation, install
 
@@ -240,8 +241,11 @@ def test_in_high_precision_it_is_a_plain_squared_relu() -> None:
     site, x = network(), torch.randn(8, 128)
     Clamp(ClampConfig(enabled=True, deviations=0.5), [site]).update()
     assert not torch.equal(site.square(x), x.clamp(min=0).square())
-    site.down.policy = LinearPolicy()
-    assert torch.equal(site.square(x), x.clamp(min=0).square())
+    for policy in (LinearPolicy(), *(PRESETS[name] for name in ("nvfp4", "nvfp4_nvidia", "fp8_row", "mxfp8"))):
+        site.down.policy = policy
+        assert torch.equal(site.square(x), x.clamp(min=0).square())
+        found, plain = (site.down(site.square(x)), x.clamp(min=0).square() @ site.down.weight.t())
+        assert float((found - plain).norm() / plain.norm()) < 0.25, policy.fprop.summary
 
 
 def test_refusals() -> None:

@@ -15,12 +15,13 @@ from test_linear import KEY, POLICIES
 from torch import Tensor, nn
 
 from lowbit.models.layers import GroupedLinear, Linear, frozen_weights, project
+from lowbit.quant.formats import INT8
 from lowbit.quant.grouped import LowbitGroupedLinear, keys_of
 from lowbit.quant.kernels import ops
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.policy import LinearPolicy
-from lowbit.quant.spec import SPECS
+from lowbit.quant.spec import FOUR_OVER_SIX, SPECS, QuantSpec, Scale
 from lowbit.quant.stabilisers.outcontrol import RetainedChannels
 
 ALL = {**POLICIES, "mean_split": replace(POLICIES["nvfp4"], mean_split=True)}
@@ -231,10 +232,40 @@ def test_a_bf16_master_weight_is_the_rounded_one(policy: LinearPolicy) -> None:
     assert identical(passes(half, half.weight, x, dy), (y, dx, dw.bfloat16()))
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8_row", "fp8_tensor"])
-def test_a_static_range_survives_a_change_of_type(name: str) -> None:
+@each_policy
+def test_a_static_range_is_for_int8_alone(policy: LinearPolicy) -> None:
+    """A switch may put a layer whose range is fixed into any other format, frozen or not."""
+    low, x = layer(policy), torch.randn(TOKENS, WIDTH)
+    layers = nn.ModuleList([low])
+    with torch.no_grad(), frozen_weights(layers, torch.float32):
+        frozen = low(x)
+    want = low(x)
+    low.fix_input_amax(torch.tensor(30.0))
+    applies = policy.fprop.left.spec is not None and policy.fprop.left.spec.element is INT8
+    assert torch.equal(low(x), want) != applies
+    with torch.no_grad(), frozen_weights(layers, torch.float32):
+        assert torch.equal(low(x), frozen) != applies
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.scale is not Scale.FP32], ids=lambda s: s.name)
+def test_a_static_range_of_a_format_without_one_is_an_error(spec: QuantSpec) -> None:
+    rest = ops.spec_text(spec), 0, torch.bfloat16, True, True, False
+    with pytest.raises(ValueError, match=f"{spec.name} has no static scale"):
+        ops.factor_op(torch.randn(8, 256), None, KEY, make_clock(3), None, torch.tensor(1.0), *rest)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.rounding in FOUR_OVER_SIX], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", [(40, 13), (41, 32), (40,), (0, 0)], ids=str)
+def test_choices_of_other_blocks_are_refused_and_never_read(spec: QuantSpec, shape: tuple[int, ...]) -> None:
+    rest = ops.spec_text(spec), 0, torch.bfloat16, True, True, False
+    choice = torch.zeros(shape, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"a choice .* of 4 or 6 for \[\d+, 16\] blocks"):
+        ops.factor_op(torch.randn(40, 256), None, KEY, make_clock(3), choice, None, *rest)
+
+
+def test_a_static_range_survives_a_change_of_type() -> None:
     """`.to(bfloat16)` makes BF16 of every FP32 buffer: of that of the range, too."""
-    low, x = layer(POLICIES[name]), torch.randn(TOKENS, WIDTH).bfloat16()
+    low, x = layer(POLICIES["int8"]), torch.randn(TOKENS, WIDTH).bfloat16()
     low.fix_input_amax(torch.tensor(2.5))
     want = low(x)
     half = low.to(torch.bfloat16)

@@ -350,8 +350,8 @@ def test_a_switch_to_bf16_turns_it_off_and_back_on() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match=r"no layer's forward product has an input of fewer than 8\.25 bits"):
-        OutControl(CONFIG, {"up": layer_of(LinearPolicy(pair(S.MXFP8)))})
+    with pytest.raises(ConfigError, match="no layer's forward product has an input of fewer than 8 bits"):
+        OutControl(CONFIG, {s.name: layer_of(LinearPolicy(pair(s))) for s in (S.MXFP8, S.INT8_ROW, S.FP8_ROW)})
     with pytest.raises(ConfigError, match=r"up: .*rotated forward"):
         OutControl(CONFIG, {"up": layer_of(LinearPolicy(pair(S.NVFP4_POW2, 128)))})
 

@@ -16,6 +16,7 @@ from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.linear_products import split_mean
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
 from lowbit.quant.policy import HIGH, LinearPolicy, Operand, ProductPolicy
+from lowbit.quant.presets import PRESETS
 from lowbit.quant.quantise import fake_quantise
 from lowbit.quant.spec import QuantSpec
 from lowbit.quant.statistics import (
@@ -66,6 +67,18 @@ def test_against_numpy() -> None:
     assert got["amax"] == np.abs(y).max()
     assert got["oscillation_risk"] == pytest.approx(at_edge / y.size, abs=5e-4)
     assert np.isnan(named(measure(torch.from_numpy(x), S.NVFP4_TETRAJET))["oscillation_risk"])
+
+
+def test_a_fixed_range_is_what_clips() -> None:
+    x = torch.randn(64, 512)
+    x[0] = 0.1
+    free, fixed = (named(measure(x, S.INT8_ROW, amax=amax)) for amax in (None, torch.tensor(1.0)))
+    assert free["clipped_share"] == 0 and fixed["clipped_share"] == pytest.approx(0.317 * 63 / 64, abs=0.01)
+    layer = LowbitLinear.of(Linear(512, 8), PRESETS["int8"], make_key(1, "a"), make_clock())
+    layer.fix_input_amax(torch.tensor(1.0))
+    found, spec = input_statistics(layer, x), PRESETS["int8"].fprop.left.spec
+    assert found is not None and spec is not None
+    assert torch.equal(found[:4], measure(x, spec, amax=torch.tensor(1.0))[:4])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from lowbit.configs.schema import (
     ClampConfig,
     CompileMode,
     ComputeDtype,
+    MatrixBackend,
     MlpKind,
     NormPlacement,
     OsciDetector,
@@ -37,6 +38,7 @@ from lowbit.quant.spec import NVFP4_POW2_46
 from lowbit.quant.stabilisers.clamp import ClampedSquare, activation_deviation
 from lowbit.quant.stabilisers.outcontrol import RetainedChannels
 from lowbit.trainer.loaded import load_run
+from lowbit.trainer.precision import check_precision
 from lowbit.trainer.run import Pretraining, pretrain
 from lowbit.trainer.snapshot import read_snapshot
 
@@ -307,6 +309,30 @@ def test_settings_that_cannot_work(small: RunConfig, stabilisers: StabiliserConf
     validate(small)
     with pytest.raises(ConfigError, match=why):
         validate(replace(small, precision=replace(small.precision, stabilisers=stabilisers)))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"stabilisers": StabiliserConfig(outcontrol=OUT), "backend": MatrixBackend.te}, "quantise all channels alike"),
+        (
+            {"stabilisers": StabiliserConfig(oscireset=replace(OSCI, hysteresis=0.1)), "backend": MatrixBackend.te},
+            "hysteresis=0.1: Transformer Engine chooses by itself",
+        ),
+        (
+            {
+                "forward": "nvfp4_quartet2",
+                "stabilisers": StabiliserConfig(oscireset=replace(OSCI, hysteresis=0.1)),
+                "switch": [PrecisionSwitch(at=0.5, forward="nvfp4")],
+            },
+            r"blocks.0.*: a switch changes .* 2 blocks a row in NVFP4_46 and 8 blocks a row in NVFP4_POW2_46",
+        ),
+    ],
+)
+def test_stabilisers_that_would_do_nothing_or_lose_their_place(small: RunConfig, change: Any, why: str) -> None:
+    engine = replace(small.engine, compile=CompileMode.off)
+    with pytest.raises(ConfigError, match=why):
+        check_precision(replace(small, precision=replace(small.precision, **change), engine=engine))
 
 
 # Statistics --------------------------------------------------------------------------------------------------------

@@ -74,11 +74,11 @@ def given_scales(x: Tensor, spec: QuantSpec, static: Tensor | None) -> Given:
     else:
         amax = torch.linalg.vector_norm(x, math.inf, dim=1 if by_row else (0, 1), keepdim=True).float()
     if static is not None:
-        amax = torch.where(is_finite(amax), static, amax)
+        amax = torch.where(is_finite(amax), static.float(), amax)
     outer, inverse = torch.empty_like(amax), torch.empty_like(amax)
     largest = spec.element.max if spec.scale is Scale.FP32 else f32(spec.bound * spec.target)
     programs = triton.cdiv(amax.numel(), 256)
-    tb.given_kernel[(programs,)](amax, outer, inverse, amax.numel(), LARGEST=largest, SIZE=256)
+    tb.given_kernel[(programs,)](amax, outer, inverse, amax.numel(), LARGEST=largest, ROUND=static is None, SIZE=256)
     return Given(outer, inverse)
 
 
@@ -143,7 +143,7 @@ def _launch(
         clock,
         x if given is None else given.outer,
         x if given is None else given.inverse,
-        x if choice is None else choice,
+        x if choice is None else choice.to(torch.int8).contiguous(),
         operand,
         data,
         scales,
@@ -285,6 +285,7 @@ def _factor(
     again: bool,
 ) -> ops.FactorTensors:
     found = ops.spec_of(spec)
+    ops.check_given(x, signs, found, choice, amax)
     out = ops.allocate(x, signs, found, dtype, operand, codes)
     padded = ops.padded_columns(ops.operand_width(x.shape[1], signs), found)
     if takes(found, padded):

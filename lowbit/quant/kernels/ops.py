@@ -20,11 +20,13 @@ from lowbit.quant.kernels import cpu
 from lowbit.quant.philox import Product, Side, Stream
 from lowbit.quant.quantise import Memory, quantise_values
 from lowbit.quant.quantised import Packed, to_codes
-from lowbit.quant.spec import OUTER_BLOCK, Outer, QuantSpec, Rounding, Scale
+from lowbit.quant.spec import FOUR_OVER_SIX, OUTER_BLOCK, Outer, QuantSpec, Rounding, Scale
 
 BF16_ONLY = ""
 """The text of no spec: round to BF16."""
 
+_NVIDIA = torch.version.hip is None
+"""Else `cuda` is ROCm, for which there are no kernels here."""
 FactorTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -46,7 +48,7 @@ def spec_of(text: str) -> QuantSpec | None:
 
 def takes(x: Tensor, spec: QuantSpec | None = None) -> bool:
     """Whether these operators run where x is, for this spec; six-bit codes have no GPU kernel."""
-    return x.device.type == "cpu" or (x.is_cuda and (spec is None or spec.element.bits != 6))
+    return x.device.type == "cpu" or (x.is_cuda and _NVIDIA and (spec is None or spec.element.bits != 6))
 
 
 def lane_of(stream: Stream) -> int:
@@ -82,11 +84,13 @@ def factor_op(
         again: a backward pass makes the forward's factor once more. To a compiler that is another call, not a reason
             to keep the first one's result.
 
-    Raises: ValueError for a tensor without elements, which no product needs; TypeError for types other than BF16, FP32.
+    Raises: ValueError for a tensor without elements, which no product needs, for a choice of other blocks, for a static
+    range of a format that has none; TypeError for types other than BF16, FP32.
     """
     if not x.numel():
         raise ValueError(f"an operand {list(x.shape)} has no elements: there is nothing to quantise")
     found = spec_of(spec)
+    check_given(x, signs, found, choice, amax)
     out = allocate(x, signs, found, dtype, operand, codes)
     if cpu.handles(found):
         padded = padded_columns(operand_width(x.shape[1], signs), found)
@@ -111,6 +115,21 @@ def _(
     again: bool,
 ) -> FactorTensors:
     return allocate(x, signs, spec_of(spec), dtype, operand, codes)
+
+
+def check_given(
+    x: Tensor, signs: Tensor | None, spec: QuantSpec | None, choice: Tensor | None, amax: Tensor | None
+) -> None:
+    """Raise ValueError for a choice that is not one of x's blocks, or a static range where blocks have scales."""
+    if spec is None:
+        return
+    if amax is not None and spec.scale is not Scale.FP32:
+        raise ValueError(f"{spec.name} has no static scale: its blocks' scales are not FP32")
+    if choice is not None and spec.rounding in FOUR_OVER_SIX:
+        columns = padded_columns(operand_width(x.shape[1], signs), spec) // spec.block[1]
+        wanted = -(-x.shape[0] // spec.block[0]), columns
+        if tuple(choice.shape) != wanted:
+            raise ValueError(f"{spec.name}: a choice {list(choice.shape)} of 4 or 6 for {list(wanted)} blocks")
 
 
 def operand_width(columns: int, signs: Tensor | None) -> int:

@@ -367,10 +367,17 @@ def unpack_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def given_kernel(amax_ptr, outer_ptr, inverse_ptr, count, LARGEST: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """FP32 scales of rows or of a tensor from their largest magnitudes (`scales.one_level`, `outer_scale`)."""
+def given_kernel(  # type: ignore[no-untyped-def]
+    amax_ptr, outer_ptr, inverse_ptr, count, LARGEST: tl.constexpr, ROUND: tl.constexpr, SIZE: tl.constexpr
+):
+    """FP32 scales of rows or of a tensor from their largest magnitudes (`scales.one_level`, `outer_scale`).
+
+    ROUND: they are of numbers that are not read as BF16 yet; a range that was given is not.
+    """
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    amax = round_bf16(tl.load(amax_ptr + i, i < count, 0.0))
+    amax = tl.load(amax_ptr + i, i < count, 0.0)
+    if ROUND:
+        amax = round_bf16(amax)
     inverse = _at_most(tl.div_rn(tl.zeros_like(amax) + LARGEST, amax), FP32_MAX)
     inverse = tl.where(amax == 0, 1.0, inverse)
     inverse = tl.where((bits_of(amax) & MAGNITUDE) < INFINITY, inverse, nan_like(amax))

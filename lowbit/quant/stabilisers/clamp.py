@@ -36,8 +36,7 @@ from lowbit.configs.schema import ClampConfig
 from lowbit.errors import ConfigError
 from lowbit.models.layers import Linear
 from lowbit.quant.bits import divide, in_type
-from lowbit.quant.formats import INT8
-from lowbit.quant.linear import LowbitLinear
+from lowbit.quant.linear import LowbitLinear, multiplies_int8
 
 KEY = "precision.stabilisers.clamp.enabled=true"
 LEVELS = 127
@@ -58,7 +57,7 @@ class ClampedSquare(nn.Module):
 
     def forward(self, up: Tensor) -> Tensor:
         """[..., f] BF16 or FP32 -> multiples of bound^2 / 127, same shape and type."""
-        if not multiplies_int8(self._down[0]):
+        if not multiplies_int8(self._down[0].policy):
             return F.relu(up).square()
         result: Tensor = _Square.apply(up, self.bound)  # type: ignore[no-untyped-call]
         return result
@@ -96,12 +95,6 @@ def second_level(first: Tensor) -> Tensor:
     return (first * first / LEVELS).round()
 
 
-def multiplies_int8(layer: LowbitLinear) -> bool:
-    """Whether the layer's input is quantised to INT8 as things stand."""
-    spec = layer.policy.fprop.left.spec
-    return spec is not None and spec.element is INT8
-
-
 class Site(NamedTuple):
     """One squared-ReLU network."""
 
@@ -115,7 +108,7 @@ class Site(NamedTuple):
 
 def install(name: str, up: Linear, gain: Tensor, down: Linear) -> Site:
     """A site with its square; raises ConfigError when `down` does not multiply in INT8."""
-    if not isinstance(down, LowbitLinear) or not multiplies_int8(down):
+    if not isinstance(down, LowbitLinear) or not multiplies_int8(down.policy):
         word = down.policy.fprop.left.name if isinstance(down, LowbitLinear) else "BF16"
         raise ConfigError(
             f"{KEY}: {name}.down multiplies {word}, and the bound is that of an INT8 grid: precision=int8 would work"

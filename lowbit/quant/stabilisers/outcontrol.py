@@ -67,6 +67,12 @@ def policy_of_outliers(policy: LinearPolicy) -> LinearPolicy:
     return _OUTLIERS[policy.wgrad.quantised, policy.alignment]
 
 
+def gains(policy: LinearPolicy) -> bool:
+    """Whether a layer's input has elements of fewer bits than those of MXFP8, in a product of two quantised factors."""
+    left, right = policy.fprop.left.spec, policy.fprop.right.spec
+    return left is not None and right is not None and left.element.bits < MXFP8.element.bits
+
+
 class RetainedChannels(nn.Module):
     """Which input channels of a layer, or of siblings, are retained in MXFP8: the first `count` of `order`."""
 
@@ -83,8 +89,7 @@ class RetainedChannels(nn.Module):
 
     def applies(self, policy: LinearPolicy) -> bool:
         """See `linear.Retained`: to a forward product whose input takes fewer bits than MXFP8."""
-        left, right = policy.fprop.left.spec, policy.fprop.right.spec
-        return left is not None and right is not None and left.bits < MXFP8.bits
+        return gains(policy)
 
     def split(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, in] -> the ordinary channels [rows, in - count], and those retained [rows, count]."""
@@ -263,16 +268,10 @@ class OutControl:
     ) -> None:
         """`layers` by full name. Raises ConfigError when none of them has anything to gain, or one is rotated."""
         self.config = config
-        self._layers = {
-            name: layer
-            for name, layer in layers.items()
-            if layer.policy.fprop.left.spec is not None
-            and layer.policy.fprop.right.spec is not None
-            and layer.policy.fprop.left.bits < MXFP8.bits
-        }
+        self._layers = {name: layer for name, layer in layers.items() if gains(layer.policy)}
         if not self._layers:
             raise ConfigError(
-                f"{KEY}.enabled=true: no layer's forward product has an input of fewer than {MXFP8.bits:g} bits: "
+                f"{KEY}.enabled=true: no layer's forward product has an input of fewer than 8 bits: "
                 f"precision=nvfp4 would work"
             )
         for name, layer in self._layers.items():
