@@ -20,8 +20,8 @@ class MatrixBackend(StrEnum):
     """Who multiplies quantised matrices."""
 
     auto = "auto"
-    """Hardware that has the format and passes its start-up check, else the emulation; layers that FP8 would slow down
-    stay in BF16. The run's start says which."""
+    """Hardware that has the format and passes its start-up check, else the emulation; layers that FP8 was measured to
+    slow down stay in BF16 (none so far). The run's start says which."""
     emulated = "emulated"
     """Ordinary products of the dequantised numbers, everywhere."""
     fp8 = "fp8"
@@ -76,7 +76,7 @@ class PolicyConfig:
     mean_split: bool | None = None
     """Take the mean over tokens out of X before quantising it (Averis)."""
     allow_bias: bool | None = None
-    """Accept formats in dgrad and wgrad whose rounding is biased."""
+    """Accept four over six in dgrad or wgrad. Other biased roundings, to nearest above all, need no permission."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,17 @@ class OsciDetector(StrEnum):
     """Which weights OsciReset watches in a window."""
 
     full = "full"
-    """All of them: 14 bytes a weight while a window is open."""
+    """All of them: 14 bytes a weight while a window is open, 16 in formats with a scale of the tensor or of rows."""
     efficient = "efficient"
     """The `tracked` share of each weight tensor that lies nearest to an edge between two grid values."""
 
 
 @dataclass(frozen=True)
 class OsciResetConfig:
-    """Weights that flip between two grid values are put back on the nearest one (TetraJet-v2, arXiv 2510.27527)."""
+    """Weights that flip between two grid values are put back on the nearest one (TetraJet-v2, arXiv 2510.27527).
+
+    Those of experts (MoE) are left alone.
+    """
 
     enabled: bool = False
     detector: OsciDetector = OsciDetector.full
@@ -144,7 +147,10 @@ class OsciResetConfig:
 
 @dataclass(frozen=True)
 class OutControlConfig:
-    """Input channels with outliers stay in MXFP8 in fprop and wgrad (TetraJet-v2, arXiv 2510.27527)."""
+    """Input channels with outliers stay in MXFP8 in fprop and wgrad (TetraJet-v2, arXiv 2510.27527).
+
+    Experts (MoE) quantise all of theirs.
+    """
 
     enabled: bool = False
     share: float = 0.1
@@ -157,7 +163,10 @@ class OutControlConfig:
 
 @dataclass(frozen=True)
 class ClampConfig:
-    """INT8 training of squared-ReLU networks with a bound that follows from the weights, not from the data."""
+    """INT8 training of squared-ReLU networks with a bound that follows from the weights, not from the data.
+
+    Experts (MoE) have none.
+    """
 
     enabled: bool = False
     deviations: float = 4.0
@@ -175,7 +184,10 @@ class StabiliserConfig:
 
 @dataclass(frozen=True)
 class StatisticsConfig:
-    """What quantising does to each layer's operands, measured now and then by an extra, uncompiled pass."""
+    """What quantising does to each layer's operands, measured now and then by an extra, uncompiled pass.
+
+    Experts (MoE) are not measured.
+    """
 
     every_steps: int = 0
     """0: never."""

@@ -14,7 +14,8 @@ that was computed. `original` (NVIDIA, arXiv 2509.25149) quantises W and X thems
 
 **Bias.** A rounding error of a gradient averages out over tokens and steps only if its expectation is zero. Four over
 six picks a scale by looking at the rounded values, which is biased; it is refused in dgrad and wgrad unless
-`allow_bias` says that this is wanted.
+`allow_bias` says that this is wanted. Other roundings with a bias (to nearest, the published stochastic ones) are what
+published recipes have there, and are accepted.
 """
 
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class LinearPolicy:
     mean_split: bool = False
     """Averis (arXiv 2603.10444): X = 1 mu^T + X_r with mu the mean over tokens; only X_r is quantised."""
     allow_bias: bool = False
-    """Accept a biased quantiser in dgrad or wgrad."""
+    """Accept four over six in dgrad or wgrad."""
 
     def __post_init__(self) -> None:
         for product in ("dgrad", "wgrad"):

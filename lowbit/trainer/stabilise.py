@@ -4,7 +4,8 @@
     after the step    OsciReset looks at the masters; the clamp's bounds follow the weights
 
 Passes for measuring are made for the purpose, uncompiled and without recomputation, on the step's own micro-batches;
-they leave no gradient. A step in which nothing is due costs nothing.
+they leave no gradient. A step in which nothing is due costs nothing. Experts are left out of all of it, and a run that
+has some says so at its start.
 
 All state goes into the checkpoint's `stabilisers` part, by `<stabiliser>.<name>`: a resumed run goes on bit for bit,
 and a run that is opened for generation gets the channels, bounds and choices that its forward pass depends on. Of
@@ -28,7 +29,9 @@ from lowbit.errors import ConfigError
 from lowbit.models.block import Block
 from lowbit.models.moe import Mlp
 from lowbit.models.transformer import Transformer
-from lowbit.quant.apply import lowbit_layers
+from lowbit.quant.apply import candidates, lowbit_layers
+from lowbit.quant.grouped import LowbitGroupedLinear
+from lowbit.quant.report import collapse
 from lowbit.quant.stabilisers.clamp import Clamp, Site, install
 from lowbit.quant.stabilisers.masters import Master, weight_spec, whole_masters
 from lowbit.quant.stabilisers.oscireset import OsciReset
@@ -69,6 +72,15 @@ class Stabilisers:
                 f"precision.statistics.every_steps={config.statistics.every_steps}: no layer is quantised: "
                 "precision=nvfp4 would work, or every_steps=0"
             )
+        if engine is not None:
+            self._name_experts()
+
+    def _name_experts(self) -> None:
+        """Say which quantised layers nothing here looks at."""
+        layers = [name for name, layer in candidates(self._model).items() if isinstance(layer, LowbitGroupedLinear)]
+        parts = [*self._parts, *(["statistics"] if self._config.statistics.every_steps else [])]
+        if layers and parts:
+            logger.info("%s: experts are left out (%s)", ", ".join(parts), collapse(layers))
 
     @property
     def _parts(self) -> dict[str, OutControl | OsciReset | Clamp]:

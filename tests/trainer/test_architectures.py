@@ -1,20 +1,27 @@
 """Every architecture learns under every precision: a few steps on text that repeats, whatever the layers compute in."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_runs
 import torch
 
 from lowbit.configs.schema import (
+    ComputeDtype,
     GateKind,
     MlpKind,
     ModelConfig,
     MoeConfig,
     NormPlacement,
     OptimConfig,
+    OsciResetConfig,
     PrecisionConfig,
     QkNormScope,
+    RunConfig,
+    StabiliserConfig,
+    StatisticsConfig,
 )
 from lowbit.data.batch import Batch
 from lowbit.models.transformer import Transformer
@@ -26,6 +33,7 @@ from lowbit.quant.presets import PRESETS
 from lowbit.quant.stages import resolve
 from lowbit.trainer.objective import NextToken, run_objective
 from lowbit.trainer.optim import build_optimizer
+from lowbit.trainer.run import pretrain
 
 BASE = ModelConfig(layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, max_sequence=64, init_std=0.08)
 EXPERTS = MoeConfig(experts=4, top_k=2, expert_width=32)
@@ -85,3 +93,21 @@ def test_it_learns(precision: str, architecture: str) -> None:
         optimizer.zero_grad()
         losses.append(float(out.nll_sum) / 128)
     assert losses[-1] < 0.8 * losses[0], losses
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_what_leaves_experts_out_says_so_at_the_start(
+    experts: int, tiny_run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stabilisers = StabiliserConfig(oscireset=OsciResetConfig(enabled=True, start=0.0))
+    precision = PrecisionConfig(
+        compute=ComputeDtype.fp32, forward="nvfp4", stabilisers=stabilisers, statistics=StatisticsConfig(every_steps=1)
+    )
+    model = replace(tiny_run.model, layers=1, moe=replace(EXPERTS, experts=experts))
+    with caplog.at_level("INFO", "lowbit"):
+        pretrain(replace(tiny_run, max_steps=1, model=model, precision=precision), tmp_path / "run")
+    said = [record.message for record in caplog.records if "experts are left out" in record.message]
+    layers = "oscireset, statistics: experts are left out (blocks.0.mlp.experts.{gate,up,down})"
+    assert said == ([layers] if experts else [])
+    [row] = [row for row in tiny_runs.rows(tmp_path / "run") if any(key.startswith("quant/") for key in row)]
+    assert not any(".experts." in key for key in row)
