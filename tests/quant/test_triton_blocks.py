@@ -61,3 +61,28 @@ def test_signs_are_the_cpus(count: int) -> None:
     stream = Stream(key, clock, Product.WGRAD, Side.LEFT)
     drawn = ops.signs_op(key.cuda(), clock.cuda(), ops.lane_of(stream), count)
     assert torch.equal(drawn.cpu(), stream.signs(count))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [S.NVFP4_POW2_46, S.MXFP8, S.FP8_TENSOR, S.INT8_ROW], ids=lambda s: s.name)
+def test_beyond_two_to_the_31_numbers(spec: S.QuantSpec) -> None:
+    """The last rows, and of the transpose the last columns, are what they are alone; the last number is the largest."""
+    rows, columns, tail = (1 << 31) // 4096 + 128, 4096, 128
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
+    x[-tail:] = torch.randn(tail, columns, device="cuda")
+    x[-1, -1] = 90.0
+    key, clock = make_key(1, "a").cuda(), make_clock().cuda()
+
+    def made(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ops.factor_op(
+            matrix, None, key, clock, None, None, ops.spec_text(spec), 0, torch.bfloat16, True, True, False
+        )
+
+    whole, alone = made(x), made(x[-tail:])
+    assert torch.equal(whole[0][-tail:], alone[0]) and torch.equal(whole[2][-tail:], alone[2])
+    outer = whole[4] if whole[4].numel() else None
+    back = ops.unpack_op(whole[2], whole[3], outer, ops.spec_text(spec), rows, columns, torch.bfloat16)
+    assert torch.equal(back[-tail:], alone[0])
+    del whole, back
+    whole, alone = made(x.t()), made(x[-tail:].t())
+    assert torch.equal(whole[0][:, -tail:], alone[0])
