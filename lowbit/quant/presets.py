@@ -17,8 +17,8 @@ Read `left x right` as the two factors of a product (see `policy`); R16 and R128
 
 What tells ours, `nvfp4`, from its nearest relative `nvfp4_quartet2`: the outer scale is a power of two for each 128
 numbers, so a row is quantised alike whatever else is in the batch, dequantised values fit BF16 exactly, and no pass
-over the whole tensor is needed for its maximum; and MS-EDEN's correction weighs what it should (`eden`): a bias of
-3e-5 in place of -5.7e-4.
+over the whole tensor is needed for its maximum; and MS-EDEN's correction weighs what it should (`eden`): no bias that
+can be told from zero in place of -5.7e-4.
 
 `nvfp4_tetrajet` keeps the published rounding of the block scale, which clips the largest element where the scale was
 rounded down: -0.27% an operand. Transformer Engine's rule, in `nvfp4_nvidia`, does the same.
