@@ -153,6 +153,16 @@ class LinearPolicy:
                         f"{product}: {operand.name} chooses its scale after rounding, which biases gradients; "
                         "use a stochastic or MS-EDEN format there, or set allow_bias=true"
                     )
+        if self.mean_split and not self.reads_low_bit_input:
+            raise ConfigError(
+                "mean_split=true takes the mean out of X before it is quantised, and neither fprop nor wgrad quantises "
+                "it: set mean_split=false"
+            )
+
+    @property
+    def reads_low_bit_input(self) -> bool:
+        """Whether X is quantised, in fprop or, as X^T, in wgrad."""
+        return self.fprop.left.spec is not None or self.wgrad.right.spec is not None
 
     @property
     def kept(self) -> Kept:

@@ -265,7 +265,7 @@ def _switch(config: PrecisionConfig, index: int, names: "_Names") -> Switch:
 
 def _forward_of(policy: LinearPolicy) -> LinearPolicy:
     """Its forward, with a BF16 backward on the dequantised operands."""
-    return LinearPolicy(fprop=policy.fprop, mean_split=policy.mean_split)
+    return LinearPolicy(fprop=policy.fprop, mean_split=policy.mean_split and policy.fprop.left.spec is not None)
 
 
 def _combine(forward: LinearPolicy, dgrad: LinearPolicy, wgrad: LinearPolicy) -> LinearPolicy:
@@ -280,12 +280,13 @@ def _combine(forward: LinearPolicy, dgrad: LinearPolicy, wgrad: LinearPolicy) ->
                 "ones: describe one policy with both under precision.define, with the alignment that it shall have"
             )
         alignment = dgrad.alignment if dgrad.dgrad.quantised else wgrad.alignment
+    quantises_x = forward.fprop.left.spec is not None or wgrad.wgrad.right.spec is not None
     return LinearPolicy(
         forward.fprop,
         dgrad.dgrad,
         wgrad.wgrad,
         alignment,
-        forward.mean_split,
+        forward.mean_split and quantises_x,
         dgrad.allow_bias or wgrad.allow_bias,
     )
 

@@ -1,6 +1,7 @@
 """Experts' products: each expert alone, bit for bit, whatever its number of rows; and plain experts in FP64."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -77,8 +78,10 @@ def test_each_expert_is_a_lowbit_linear(policy: LinearPolicy, dtype: torch.dtype
         assert not layer.weight.grad[0].any() and layer.weight.grad[1].any()
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_nvidia", "fp8_tensor", "weights_only"])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("weights_only", False), *product(("nvfp4", "nvfp4_nvidia", "fp8_tensor"), (False, True))],
+)
 def test_other_loads_and_the_mean_split(name: str, split: bool) -> None:
     policy = replace(POLICIES[name], mean_split=split)
     for counts in ((17,), (0, 0, 5), (300, 0), (1, 1, 1, 1)):

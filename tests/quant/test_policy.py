@@ -1,5 +1,7 @@
 """What a linear policy accepts, refuses and says."""
 
+from dataclasses import replace
+
 import pytest
 
 from lowbit.errors import ConfigError
@@ -76,4 +78,13 @@ def test_summaries() -> None:
 
 def test_policies_are_values() -> None:
     assert LinearPolicy(HIGH, IN_EDEN) == LinearPolicy(ProductPolicy(), ProductPolicy(EDEN, EDEN, 128))
-    assert len({LinearPolicy(), LinearPolicy(HIGH, HIGH, HIGH), LinearPolicy(mean_split=True)}) == 2
+    split = LinearPolicy(ProductPolicy(MXFP8, MXFP8), mean_split=True)
+    assert len({LinearPolicy(), LinearPolicy(HIGH, HIGH, HIGH), split, replace(split, mean_split=False)}) == 3
+
+
+def test_a_mean_split_without_a_quantised_input_is_refused() -> None:
+    for useless in ({}, {"fprop": ProductPolicy(BF16, NVFP4_46)}, {"dgrad": IN_EDEN}):
+        with pytest.raises(ConfigError, match="neither fprop nor wgrad quantises it: set mean_split=false"):
+            LinearPolicy(**useless, mean_split=True)
+    LinearPolicy(fprop=ProductPolicy(MXFP8, BF16), mean_split=True)
+    LinearPolicy(wgrad=IN_EDEN, alignment=Alignment.ORIGINAL, mean_split=True)

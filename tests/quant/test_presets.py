@@ -141,6 +141,19 @@ def test_a_description() -> None:
     }
 
 
+def test_the_mean_split_stays_with_a_quantised_input() -> None:
+    """X is quantised by wgrad alone: what of the policy's stages does not quantise it does not split it either."""
+    mine = PolicyConfig(wgrad=ProductConfig("MXFP8", "MXFP8"), alignment=AlignmentKind.original, mean_split=True)
+    define = {"mine": mine}
+    policy = resolve(PrecisionConfig(forward="mine", backward="mine", define=define))
+    assert policy.training().default.mean_split
+    assert not policy.sampler.default.mean_split and not policy.trainer.default.mean_split
+    assert not resolve(PrecisionConfig(forward="mine", define=define)).training().default.mean_split
+    useless = {"mine": PolicyConfig(base="nvfp4_w4a16", mean_split=True)}
+    with pytest.raises(ConfigError, match=r"precision\.define\.mine: mean_split=true .* set mean_split=false"):
+        resolve(PrecisionConfig(define=useless))
+
+
 def test_a_description_from_the_command_line_based_on_another_one() -> None:
     config = compose(
         [
