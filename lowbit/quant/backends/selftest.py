@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lowbit.quant.backends.base import Backend
-from lowbit.quant.backends.emulated import reference_factor, reference_product
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
+from lowbit.quant.product import multiply
+from lowbit.quant.quantise import quantise
 from lowbit.quant.quantised import Quantised
 from lowbit.quant.spec import QuantSpec
 
@@ -51,11 +52,11 @@ def difference(backend: Backend, trial: Trial, device: torch.device) -> str | No
         for side, spec, rows in ((Side.LEFT, trial.left, ROWS), (Side.RIGHT, trial.right, COLUMNS)):
             x = known_matrix(rows, DEPTH, int(side), device)
             stream = Stream(key, clock, Product.FPROP, side)
-            found, wanted = backend.factor(x, spec, stream=stream), reference_factor(x, spec, stream)
+            found, wanted = backend.factor(x, spec, stream=stream), quantise(x, spec, stream)
             if not same_codes(found, wanted):
                 return f"its {spec.name} codes are not the reference's"
             pair = backend.factor_pair(x, spec, spec)
-            if pair[0] is not None and not same_codes(pair[1], reference_factor(x.t(), spec, stream)):
+            if pair[0] is not None and not same_codes(pair[1], quantise(x.t(), spec, stream)):
                 return f"its {spec.name} codes of a transpose are not the reference's"
             factors.append(found)
         product = backend.multiply(factors[0], factors[1], trial.out_dtype, fast=trial.fast)
@@ -70,6 +71,12 @@ def difference(backend: Backend, trial: Trial, device: torch.device) -> str | No
     ):
         return f"its {trial.left.name} x {trial.right.name} differs from the reference by {off:.1e} of its norm"
     return None
+
+
+def reference_product(left: Quantised, right: Quantised) -> Tensor:
+    """left [m, k], right [n, k] -> [m, n], FP32: the emulation, whose products of BF16 numbers are exact in FP32."""
+    plain = [Quantised(q.codes, q.scales, q.outer, q.shape, q.spec) for q in (left, right)]
+    return multiply(plain[0], plain[1], torch.float32)
 
 
 def same_codes(found: Quantised, wanted: Quantised) -> bool:

@@ -17,7 +17,7 @@ from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
 from lowbit.quant import spec as S
 from lowbit.quant.backends.base import Native, bind
-from lowbit.quant.backends.emulated import reference_product
+from lowbit.quant.backends.selftest import reference_product
 from lowbit.quant.backends.torch_blocks import TorchBlocks, kind_of, layout
 from lowbit.quant.linear_products import linear_products
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
