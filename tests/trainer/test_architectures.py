@@ -55,7 +55,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mup_base_width": 32,
     },
 }
-PRECISIONS = [name for name in PRESETS if not name.endswith(("w4a16", "w8a16"))]
+PRECISIONS = list(PRESETS)
 FEW = {("nvfp4", name) for name in ARCHITECTURES} | {(name, "deepseek_like") for name in PRECISIONS}
 
 
