@@ -2,7 +2,8 @@
 
 A row is a dictionary with at least `step`. In `metrics.jsonl` it becomes one line of strict JSON, handed to the system
 at once, so that a killed run leaves whole lines. A run that resumes at step k drops the rows after k: they belong to a
-future that is trained again, and curves would show it twice.
+future that is trained again, and curves would show it twice. One that begins at step 0 drops all, what it measured
+before its first step included, because it measures that again.
 
 The other two are conveniences and must never stop a training run: without a key or a network, W&B goes offline or
 quiet with one warning. Only a package that is not installed is an error, at the start.
@@ -45,7 +46,7 @@ class MetricsLog:
         if config.wandb is not WandbMode.off:
             last = last_step(run_dir / METRICS)
             self._sinks.append(Wandb(run_dir, config, config_dict, after_step=after_step, last_step=last))
-        keep_rows_until(run_dir / METRICS, after_step)
+        keep_rows_until(run_dir / METRICS, after_step or -1)
         self._file = (run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
 
     def log(self, row: Mapping[str, Any]) -> None:

@@ -38,16 +38,6 @@ def composed(*overrides: str) -> PipelineConfig:
     return config
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which an uninterrupted pipeline has run, as a real process; nobody changes what is in it."""
-    cwd = place(tmp_path_factory.mktemp("whole"))
-    code, out, err = lowbit(cwd, "pipeline", *SETTINGS)
-    assert code == 0, err
-    (cwd / "out.txt").write_text(out)
-    return cwd
-
-
 @pytest.fixture
 def here(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with the same documents."""

@@ -59,7 +59,13 @@ def test_a_resumed_run_drops_the_abandoned_future_and_damage(tmp_path: Path) -> 
     log.close()
     assert [(row["step"], row["loss"]) for row in _strict(path)] == [(k, 1.0) for k in range(1, 6)] + [(6, 2.0)]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
-    MetricsLog(tmp_path, PLAIN, {}).close()  # a new run: nothing stays
+    log = MetricsLog(tmp_path, PLAIN, {})  # a new run: nothing stays, not what was measured before the first step
+    assert path.read_text() == ""
+    log.log({"step": 0, "val_accuracy": 0.5})
+    log.close()
+    MetricsLog(tmp_path, PLAIN, {}, after_step=1).close()
+    assert [row["step"] for row in _strict(path)] == [0]
+    MetricsLog(tmp_path, PLAIN, {}).close()
     assert path.read_text() == ""
 
 
