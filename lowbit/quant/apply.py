@@ -185,7 +185,10 @@ def set_stage(model: nn.Module, stage: StagePolicy, chooser: Chooser | None = No
         if isinstance(layer, LowbitLinear | LowbitGroupedLinear):
             layer.policy = policy
         elif policy.quantised:
-            raise ConfigError(f"{name}: this policy was not among the run's phases when the model was built")
+            raise ConfigError(
+                f"{name}: this policy was not among the run's phases when the model was built: name the change in "
+                "precision.switch"
+            )
 
 
 @contextmanager

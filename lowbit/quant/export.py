@@ -44,7 +44,10 @@ def check_width(name: str, width: int, fmt: WeightFormat) -> None:
     """Raise CheckpointError, naming the layer, when a row of so many numbers is no whole number of blocks."""
     block = SPECS[fmt].block[1]
     if width % block:
-        raise CheckpointError(f"{name}: its rows of {width} numbers are no whole blocks of {block}, as {fmt} needs")
+        raise CheckpointError(
+            f"{name}: its rows of {width} numbers are no whole blocks of {block}, as {fmt} needs: "
+            "--format bf16 would work"
+        )
 
 
 def stored_bytes(rows: int, columns: int, fmt: WeightFormat) -> dict[str, int]:

@@ -25,13 +25,18 @@ def rotate(x: Tensor, signs: Tensor, size: int) -> Tensor:
     """x [..., k] BF16 or FP32 (read as BF16) -> rotated BF16 [..., k padded with zeros to a multiple of `size`].
 
     `signs`: FP32 of +1 and -1, [size] for all groups or [padded k].
+
+    Raises: ValueError for another size than 16 and 128; TypeError for types other than BF16, FP32.
     """
     groups = _groups(x, size)
     return _finish(_butterfly(groups * signs.reshape(-1, size), size), size, x.shape)
 
 
 def unrotate(y: Tensor, signs: Tensor, size: int) -> Tensor:
-    """The inverse, diag(s) H y / sqrt(n), up to both BF16 roundings. y [..., multiple of size] -> BF16, same shape."""
+    """The inverse, diag(s) H y / sqrt(n), up to both BF16 roundings. y [..., multiple of size] -> BF16, same shape.
+
+    Raises: as `rotate`.
+    """
     return _finish(_butterfly(_groups(y, size), size) * signs.reshape(-1, size), size, y.shape)
 
 

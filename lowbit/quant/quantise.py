@@ -45,12 +45,15 @@ def quantise(x: Tensor, spec: QuantSpec, stream: Stream | None = None) -> Quanti
 
     `stream` gives the random words of a stochastic spec. For MS-EDEN, x is already rotated, in groups of 128
     (`hadamard`).
+
+    Raises: ValueError for a stochastic spec without a stream, for x without a dimension; TypeError for types other than
+    BF16, FP32.
     """
     return to_codes(quantise_values(x, spec, stream))
 
 
 def fake_quantise(x: Tensor, spec: QuantSpec, stream: Stream | None = None) -> Tensor:
-    """The BF16 tensor that quantising x and dequantising gives, of the shape of x."""
+    """The BF16 tensor that quantising x and dequantising gives, of the shape of x. Raises: as `quantise`."""
     return quantise_values(x, spec, stream).dequantise()
 
 
@@ -67,12 +70,17 @@ def quantise_values(
         memory: what four over six remembers; other roundings have no use for it.
         amax: FP32 scalar that takes the place of every block's largest magnitude: a static scale. One-level formats
             with FP32 scales only.
+
+    Raises: as `quantise`; ValueError for `amax` and a spec that has no static scale.
     """
     return _values(x, spec, stream, memory, amax)[0]
 
 
 def quantise_remembering(x: Tensor, spec: QuantSpec, memory: Memory | None = None) -> tuple[Values, Tensor]:
-    """Four over six: the values, and each block's choice as `Memory.choice` holds it."""
+    """Four over six: the values, and each block's choice as `Memory.choice` holds it.
+
+    Raises: ValueError for a spec of another rounding; as `quantise`.
+    """
     values, four = _values(x, spec, None, memory, None)
     if four is None:
         raise ValueError(f"{spec.name} has no choice between four and six")

@@ -87,7 +87,9 @@ def test_what_is_quantised_and_together_with_what() -> None:
 
 def test_rows_that_are_no_whole_blocks_are_refused() -> None:
     check_width("a", 48, WeightFormat.nvfp4)
-    with pytest.raises(CheckpointError, match="a: its rows of 48 numbers are no whole blocks of 32, as mxfp8 needs"):
+    with pytest.raises(
+        CheckpointError, match="a: its rows of 48 numbers are no whole blocks of 32, as mxfp8 needs: --format bf16"
+    ):
         check_width("a", 48, WeightFormat.mxfp8)
 
 

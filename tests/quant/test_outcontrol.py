@@ -323,7 +323,7 @@ def test_oscireset_of_shards_needs_whole_rows_with_it() -> None:
     flat = layer.weight.detach().view(-1)
     config = OsciResetConfig(enabled=True)
     OsciReset(config, lambda: [Master("up.weight", flat[:512], layer)])
-    with pytest.raises(ConfigError, match="OutControl needs shards of whole rows"):
+    with pytest.raises(ConfigError, match=r"OutControl needs shards of whole rows.*engine\.zero_stage=0"):
         OsciReset(config, lambda: [Master("up.weight", flat[:128], layer)])
 
 

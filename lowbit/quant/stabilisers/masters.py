@@ -48,7 +48,10 @@ def weight_spec(master: Master) -> QuantSpec | None:
     spec = product.right.spec
     if spec is not None and (spec.stochastic or product.rotation):
         why = f"{spec.name} is stochastic" if spec.stochastic else "the forward product is rotated"
-        raise ConfigError(f"{master.layer_name}: {why}, so that its weight has no grid of its own to be put on")
+        raise ConfigError(
+            f"{master.layer_name}: {why}, so that its weight has no grid of its own to be put on: a forward that is "
+            "neither (precision.forward=nvfp4) or precision.stabilisers.oscireset.enabled=false would work"
+        )
     return spec
 
 
@@ -77,7 +80,10 @@ def rows_of(master: Master, spec: QuantSpec) -> Tensor:
     else:
         multiple = math.gcd(columns, start, size)  # as long as the blocks fit, rows of the view may have any length
         return master.tensor.view(size // multiple, multiple)
-    raise ConfigError(f"{master.name}: {spec.name} {problem}: it cannot be quantised shard by shard")
+    raise ConfigError(
+        f"{master.name}: {spec.name} {problem}: it cannot be quantised shard by shard; engine.zero_stage=0, which "
+        "shards nothing, would work"
+    )
 
 
 def quantised_rows(master: Master, spec: QuantSpec) -> Tensor:
@@ -106,7 +112,10 @@ def _ordinary_columns(master: Master) -> Tensor | None:
 def _whole_rows(master: Master, spec: QuantSpec) -> Tensor:
     weight = rows_of(master, spec)
     if weight.shape[1] != master.layer.in_features:
-        raise ConfigError(f"{master.name}: OutControl needs shards of whole rows, and this one begins or ends in one")
+        raise ConfigError(
+            f"{master.name}: OutControl needs shards of whole rows, and this one begins or ends in one: "
+            "engine.zero_stage=0, which shards nothing, would work"
+        )
     return weight
 
 
