@@ -79,7 +79,8 @@ def draw(results: dict[str, dict[int, dict[str, float]]], out: Path) -> None:
         for place in by_width[widths[0]]:
             panel.plot(widths, [by_width[w][place] for w in widths], marker="o", label=place)
         panel.set(title=title, xlabel="width", xscale="log", yscale="log")
-        panel.set_xticks(widths, [str(w) for w in widths], minor=False)
+        panel.set_xticks(widths, [str(w) for w in widths])
+        panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     axes[0].set_ylabel("root mean square after training")
     axes[1].legend()
     figure.tight_layout()
