@@ -25,7 +25,7 @@ from lowbit.quant.backends.choose import Chooser
 from lowbit.quant.grouped import LowbitGroupedLinear
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.policy import LinearPolicy, Signs
-from lowbit.quant.spec import Outer, QuantSpec, Scale
+from lowbit.quant.spec import Outer, QuantSpec
 from lowbit.quant.stages import PrecisionPolicy, Stage
 
 M = TypeVar("M", bound=nn.Module)
@@ -63,7 +63,7 @@ def refusal(policy: LinearPolicy) -> str | None:
 
 def _spans_rows(spec: QuantSpec) -> bool:
     """Whether rows share a scale."""
-    return spec.outer is Outer.TENSOR or spec.block[0] != 1 or (spec.scale is Scale.FP32 and spec.block[0] == 0)
+    return spec.after is Outer.TENSOR or spec.block[0] != 1
 
 
 def shadow(

@@ -9,7 +9,6 @@ a backend (`backends.fp8_grouped`), codes and scales are the same and their sums
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Self
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from lowbit.errors import ConfigError
 from lowbit.models.layers import GroupedLinear
+from lowbit.quant.backends.base import bind
 from lowbit.quant.grouped_products import grouped_products, groups_of
 from lowbit.quant.linear import check_input, check_shape
 from lowbit.quant.linear_products import forward_product, rotation_signs
@@ -103,10 +103,11 @@ class LowbitGroupedLinear(GroupedLinear):
             super().freeze(dtype)
             return
         made, signs = [], []
+        emulated = bind(self.policy, EMULATED, EMULATED, EMULATED)
         for weight, key in zip(self.weight, self.keys, strict=True):
             stream = Stream(key, self.clock, Product.FPROP, Side.RIGHT)
             signs.append(rotation_signs(self.policy.fprop, stream))
-            made.append(factor(weight, _emulated(self.policy).fprop.right, stream, signs[-1], dtype))
+            made.append(factor(weight, emulated.fprop.right, stream, signs[-1], dtype))
         self.frozen = torch.stack([right.operand().to(dtype) for right in made])
         scales, turns = [a for r in made if (a := r.after()) is not None], [s for s in signs if s is not None]
         self.frozen_scale = torch.stack(scales) if scales else None
@@ -116,23 +117,14 @@ class LowbitGroupedLinear(GroupedLinear):
     def _frozen_product(self, x: Tensor, offsets: Tensor) -> Tensor:
         """fprop with the factors that `freeze` made."""
         assert self.frozen is not None
-        out = x.new_empty(x.shape[0], self.out_features)
+        out, emulated = x.new_empty(x.shape[0], self.out_features), bind(self.policy, EMULATED, EMULATED, EMULATED)
         for e, rows in groups_of(offsets, self.experts, x.shape[0]):
             right = Dense(self.frozen[e], None if self.frozen_scale is None else self.frozen_scale[e])
             signs = None if self.frozen_signs is None else self.frozen_signs[e]
             stream = Stream(self.keys[e], self.clock, Product.FPROP, Side.LEFT)
-            made = forward_product(x[rows], [self.weight[e]], [right], stream, signs, _emulated(self.policy))
+            made = forward_product(x[rows], [self.weight[e]], [right], stream, signs, emulated)
             out[rows] = made.outputs[0]
         return out
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.policy.summary}"
-
-
-def _emulated(policy: LinearPolicy) -> LinearPolicy:
-    """The same, every operand emulated."""
-    products = [policy.fprop, policy.dgrad, policy.wgrad]
-    made = [
-        replace(p, left=replace(p.left, backend=EMULATED), right=replace(p.right, backend=EMULATED)) for p in products
-    ]
-    return replace(policy, fprop=made[0], dgrad=made[1], wgrad=made[2])

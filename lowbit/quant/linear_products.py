@@ -58,7 +58,7 @@ from lowbit.quant.product import (
 )
 from lowbit.quant.quantise import Memory
 from lowbit.quant.quantised import Packed, crop
-from lowbit.quant.spec import Outer, Scale
+from lowbit.quant.spec import Outer
 
 
 def linear_products(
@@ -397,7 +397,7 @@ def _dequantised(forward: Factor, signs: Tensor | None, width: int) -> tuple[Ten
     """
     after = None
     assert not isinstance(forward, Dense)
-    if forward.spec.outer is Outer.TENSOR or (forward.spec.scale is Scale.FP32 and forward.spec.block[0] == 0):
+    if forward.spec.after is Outer.TENSOR:
         matrix, after = forward.operand(), forward.after()
     else:
         matrix = forward.dequantise()

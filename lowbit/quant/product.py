@@ -26,7 +26,7 @@ from lowbit.quant.philox import Stream
 from lowbit.quant.policy import EMULATED, Operand, Signs
 from lowbit.quant.quantise import Memory, quantise_values
 from lowbit.quant.quantised import Packed, Quantised, Values, to_codes
-from lowbit.quant.spec import Outer, QuantSpec, Scale
+from lowbit.quant.spec import Outer, QuantSpec
 
 TRANSFORMER_ENGINE_SIGNS = 0xD7E8
 """Where its fixed vector of 16 signs is -1, first element in the lowest bit."""
@@ -100,11 +100,8 @@ class Fused:
         matrix = ops.unpack_op(packed.data, packed.scales, packed.outer, ops.spec_text(spec), rows, width, dtype)
         none = packed.data.new_empty(0)
         scale = none.float()
-        if spec.outer in (Outer.TENSOR, Outer.ROW):
-            assert packed.outer is not None
-            scale = packed.outer
-        elif spec.scale is Scale.FP32:
-            scale = packed.scales
+        if spec.after is not Outer.NONE:
+            scale = packed.scales if packed.outer is None else packed.outer
         return cls(spec, (rows, width), matrix, scale, none, none, none)
 
 
@@ -164,8 +161,7 @@ def factor(
         matrix, scale, *codes = ops.factor_op(x, signs, stream.key, stream.clock, choice, amax, *settings)
         if spec is None:
             return Dense(matrix)
-        width = x.shape[1] if signs is None else -(-x.shape[1] // signs.shape[0]) * signs.shape[0]
-        return Fused(spec, (x.shape[0], width), matrix, scale, *codes)
+        return Fused(spec, (x.shape[0], ops.operand_width(x.shape[1], signs)), matrix, scale, *codes)
     if signs is not None:
         x = rotate(x, signs, signs.shape[0])
     if spec is None:

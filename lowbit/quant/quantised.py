@@ -53,14 +53,10 @@ class Values:
 
     def after(self) -> Tensor | None:
         """FP32 [1, ..., 1] or [..., 1]: multiply the operand (or its product) by it. None if there is nothing left."""
-        if self.spec.outer in (Outer.TENSOR, Outer.ROW):
-            left = self.outer
-        elif self.spec.scale is Scale.FP32:
-            left = self.scale
-        else:
+        if self.spec.after is Outer.NONE:
             return None
-        assert left is not None
-        if self.spec.outer is Outer.ROW or (self.spec.block[0] == 1 and self.spec.scale is Scale.FP32):
+        left = self.scale if self.outer is None else self.outer
+        if self.spec.after is Outer.ROW:
             return left.reshape(-1)[: math.prod(self.shape[:-1])].reshape(*self.shape[:-1], 1)
         return left.reshape([1] * len(self.shape))
 

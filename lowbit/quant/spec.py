@@ -116,6 +116,13 @@ class QuantSpec:
         return self.rounding is Rounding.STOCHASTIC or self.rounding in EDEN
 
     @property
+    def after(self) -> Outer:
+        """The scale that leaves the sum and follows the product: TENSOR's, each ROW's, or NONE."""
+        if self.scale is Scale.FP32:
+            return Outer.ROW if self.block[0] else Outer.TENSOR
+        return self.outer if self.outer in (Outer.TENSOR, Outer.ROW) else Outer.NONE
+
+    @property
     def column_multiple(self) -> int:
         """The last dimension is padded with zeros to a multiple of this."""
         if self.outer in (Outer.BLOCK, Outer.BLOCK_POW2) or self.rounding in EDEN:

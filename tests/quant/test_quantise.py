@@ -17,6 +17,7 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
 from lowbit.quant import spec as S
+from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
 from lowbit.quant.quantise import fake_quantise, quantise, quantise_values
 from lowbit.quant.quantised import Packed
 from lowbit.quant.spec import QuantSpec, Scale
@@ -225,3 +226,14 @@ def test_two_million_values_of_every_spec(name: str) -> None:
         x = tensor(rng.standard_t(3, (1024, 512)).astype(np.float32))
         fake = fake_quantise(x, S.SPECS[name])
         assert same_bits(fake, quantise(x.bfloat16(), S.SPECS[name]).pack().unpack().dequantise())
+
+
+@pytest.mark.parametrize("name", S.SPECS)
+def test_the_scale_that_follows_the_product_is_the_one_that_the_format_names(name: str) -> None:
+    spec = S.SPECS[name]
+    stream = Stream(make_key(1, name), make_clock(), Product.DGRAD, Side.LEFT)
+    after = quantise_values(torch.randn(3, 256), spec, stream).after()
+    shape = {S.Outer.NONE: None, S.Outer.TENSOR: (1, 1), S.Outer.ROW: (3, 1)}[spec.after]
+    assert shape == (None if after is None else tuple(after.shape))
+    by_name = {"_ROW": S.Outer.ROW, "FP8_TENSOR": S.Outer.TENSOR}
+    assert all(spec.after is wanted for part, wanted in by_name.items() if part in name)
