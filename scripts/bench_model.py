@@ -2,14 +2,18 @@
 
     python scripts/bench_model.py attention                # one sequence of 32k tokens, then 2k: which mask costs what
     python scripts/bench_model.py experts                  # mixtures against dense models of the same active size
+    python scripts/bench_model.py kernels                  # attention alone: documents by mask, or by varying lengths
     python scripts/bench_model.py attention --small        # seconds, on a CPU: a check of the script, not of speed
 
 Forward and backward of the whole model with its LM head, blocks compiled on a GPU, no optimizer. Random tokens: the
 time does not depend on them, but for the experts' loads, which a fresh router spreads evenly.
 
 Attention's rows: `causal` is plain; `whole document` is the same visibility through the mask (what a packed batch pays
-when documents are as long as the sequence); then documents of other lengths, windows, trees of 8 answers. `mask` is
-the time to build all masks of a batch, as a share of the step.
+when documents are as long as the sequence); then documents of other lengths (as long as the sequence, but cut where
+sequences are), windows, trees of 8 answers. `mask` is the time to build all masks of a batch, as a share of the step.
+
+Kernels' rows: forward and backward of one layer's attention over the same documents, through FlexAttention's mask,
+which is what models do, and through flash attention's kernel for sequences of varying lengths; and plain causal.
 """
 
 import argparse
@@ -18,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import wall_seconds, write
+from measure import print_table, wall_seconds, write
+from torch import Tensor
 
 from lowbit.configs.compose import compose
 from lowbit.configs.schema import ModelConfig, MoeConfig
-from lowbit.models.attention import prepare_mask
+from lowbit.models.attention import attention, prepare_mask
 from lowbit.models.cost import flops_per_token, parameter_parts, window_of
 from lowbit.models.lm_head import lm_head_loss
 from lowbit.models.transformer import Transformer
@@ -73,6 +78,7 @@ def attention_cases(small: bool) -> list[Case]:
         cases += [
             Case("causal", config, batch, length),
             Case("whole document", config, batch, length, causal(batch, length)),
+            Case(f"documents of {length}", config, batch, length, random_documents(batch, length, length)),
             Case(f"documents of {length // 4}", config, batch, length, random_documents(batch, length, length // 4)),
             Case(f"documents of {length // 32}", config, batch, length, random_documents(batch, length, length // 32)),
             Case("5 local layers to a global one", window, batch, length),
@@ -137,15 +143,69 @@ def measure(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
     }
 
 
+def varying_lengths(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
+    """Causal attention inside documents by flash attention's kernel for them; a GPU's, BF16.
+
+    Args:
+        q: [B, H, T, D]. k, v: [B, Hkv, T, D]. ends: int32 [documents + 1], where each begins in the batch's tokens, row
+            after row, and the number of tokens. longest: tokens of the longest.
+    """
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B T, H, D]
+    scale = q.shape[-1] ** -0.5
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        *rows, ends, ends, longest, longest, 0.0, True, False, scale=scale
+    )[0]
+    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+
+def document_ends(rule: Visibility) -> tuple[Tensor, int]:
+    """`ends` and `longest` of `varying_lengths` for a rule of `documents`."""
+    begins = (rule.position.flatten() == 0).nonzero().flatten()
+    ends = torch.cat((begins, begins.new_tensor([rule.position.numel()]))).int()
+    return ends, int(ends.diff().max())
+
+
+def kernels(small: bool, device: torch.device, steps: int) -> list[dict[str, Any]]:
+    """Attention alone, forward and backward: rows with milliseconds and the factor over plain causal."""
+    config, shapes = (SMALL, [(1, 512)]) if small else (SHAPE, [(1, 32_768), (16, 2048)])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows: list[dict[str, Any]] = []
+    for batch, length in shapes:
+        sizes = [(batch, heads, length, config.width // config.heads) for heads in (config.heads, config.kv_heads)]
+        q, k, v = (torch.randn(sizes[i], device=device, dtype=dtype).requires_grad_() for i in (0, 1, 1))
+        seed = torch.randn_like(q)
+        ways = {("causal", "plain"): lambda q=q, k=k, v=v: attention(q, k, v, None)}
+        for mean in (length, length // 4, length // 32):
+            rule = random_documents(batch, length, mean).to(device)
+            mask, name = prepare_mask(rule, batch, length, device), f"documents of {mean}"
+            ways[name, "mask"] = lambda q=q, k=k, v=v, mask=mask: attention(q, k, v, mask)
+            if device.type == "cuda":
+                ends = document_ends(rule)
+                ways[name, "varying lengths"] = lambda q=q, k=k, v=v, ends=ends: varying_lengths(q, k, v, *ends)
+        causal_ms = 0.0
+        for (name, way), forward in ways.items():
+            work = lambda forward=forward, q=q, k=k, v=v, seed=seed: torch.autograd.grad(forward(), (q, k, v), seed)  # noqa: E731
+            milliseconds = wall_seconds(work, device, steps, warm_up=3) * 1e3
+            causal_ms = causal_ms or milliseconds
+            rows.append({"row": name, "way": way, "shape": f"{batch} x {length}", "ms": round(milliseconds, 3)})
+            rows[-1]["over_causal"] = round(milliseconds / causal_ms, 3)
+    print_table(rows)
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description="Speed of masked attention and of experts.")
-    parser.add_argument("what", choices=("attention", "experts"))
+    parser.add_argument("what", choices=("attention", "experts", "kernels"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--small", action="store_true", help="Tiny shapes, to see that the script runs.")
     parser.add_argument("--out", type=Path, default=Path("bench_model.json"))
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.what == "kernels":
+        alone = kernels(args.small, device, args.steps)
+        write(args.out, {"rows": alone})
+        return alone
     cases = attention_cases(args.small) if args.what == "attention" else experts_cases(args.small)
     rows = []
     for case in cases:

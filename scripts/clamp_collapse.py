@@ -3,8 +3,8 @@
     python scripts/clamp_collapse.py [--steps 300] [--out docs/images/clamp_collapse.png]
 
 A squared-ReLU network, down(relu(up(x))^2), learns in INT8 what another one of the same shape computes, from inputs of
-unit RMS. Both begin with weights `up` of the same scale: 1 gives up(x) a standard deviation of 1, and a fixed bound of 4
-is made for that. The other bound follows the weights (`quant/stabilisers/clamp.py`). For each scale: the share of
+unit RMS. Both begin with weights `up` of the same scale: 1 gives up(x) a standard deviation of 1, and a fixed bound,
+4, is made for that. The other bound follows the weights (`quant/stabilisers/clamp.py`). For each scale: the share of
 positive activations whose square rounds to zero at the start, and the error after training, ||y - t||^2 / ||t||^2 on
 inputs not seen before, beside the same network in FP32.
 """
