@@ -8,13 +8,15 @@ multipliers of a whole tensor, of rows and of columns are given, since no tile c
 
 Maxima are taken over bit patterns as integers, where NaN is above infinity and not lost. The cast rounds to nearest
 even as the reference does. Triton's interpreter, in which tests run this kernel on a CPU, casts wrongly: there, with
-INTEGER, E4M3 is rounded by integer arithmetic.
+INTEGER, E4M3 is rounded by integer arithmetic (`kernels.triton_numbers`).
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lowbit.quant.kernels.triton_numbers import NEAREST, encode, round_to
 
 TILE = 128
 GIVEN, BLOCK, SQUARE = 0, 1, 2
@@ -46,15 +48,8 @@ def _power_of_two(amax):  # type: ignore[no-untyped-def]
 def _e4m3(y, INTEGER: tl.constexpr):  # type: ignore[no-untyped-def]
     """FP32 -> E4M3 codes, uint8: saturating, to nearest even."""
     if INTEGER:
-        bits = y.to(tl.int32, bitcast=True)
-        magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)
-        field = tl.maximum(magnitude >> 23, 121)
-        shift = tl.minimum(20 + field - tl.maximum(magnitude >> 23, 1), 26)
-        whole = tl.where(magnitude >> 23 > 0, (magnitude & 0x7FFFFF) | 0x800000, magnitude & 0x7FFFFF)
-        steps = (whole + ((1 << (shift - 1)) - 1) + ((whole >> shift) & 1)) >> shift
-        code = ((field - 121) << 3) + steps
-        code = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)
-        return code.to(tl.uint8)
+        rounded = round_to(y, 0, NEAREST, 3, 7, 0x43E00000, True, False)
+        return encode(rounded, 3, 7, 8, True, 0x7F, False).to(tl.uint8)
     held = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return held.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
