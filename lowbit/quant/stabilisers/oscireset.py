@@ -11,7 +11,7 @@ phase p = t mod period, once the run has passed the start:
     p = L + 1        w = Q(w) where dW > 0 and dQ >= threshold * dW    the window closes
 
 Q is the layer's forward quantiser, four over six and all; the FP32 master changes in place, the optimizer's state does
-not. Weights that OutControl keeps in MXFP8 are left alone.
+not. Weights that OutControl keeps in MXFP8 are left alone, and so are those of experts.
 
 **Efficient detector.** A window watches only the `tracked` share of each tensor that lies nearest to a bin's edge when
 it opens: the largest |w/s - q| / width(q), with q the grid value, s its scale and width(q) the width of its bin (see
