@@ -10,12 +10,17 @@ import torch
 from lowbit.cli.start import with_start
 from lowbit.configs.compose import compose
 from lowbit.configs.schema import (
+    ClampConfig,
+    ComputeDtype,
     GateKind,
+    MlpKind,
     ModelConfig,
     MoeConfig,
     OptimConfig,
+    PrecisionConfig,
     RunConfig,
     ScheduleConfig,
+    StabiliserConfig,
     TokenizerConfig,
     TokenizerKind,
 )
@@ -191,6 +196,18 @@ def test_exports_that_cannot_be(tiny_run: RunConfig, tmp_path: Path) -> None:
         open_weights(run, averaged=True)
     with pytest.raises(CheckpointError, match="is neither the folder of a run"):
         open_weights(tmp_path)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_clamped_run_has_no_export_and_says_why(tiny_run: RunConfig, tmp_path: Path) -> None:
+    """A squared ReLU has no stock architecture, so its INT8 ranges need no place in one; checkpoints keep them."""
+    clamp = StabiliserConfig(clamp=ClampConfig(enabled=True))
+    precision = PrecisionConfig(compute=ComputeDtype.fp32, forward="int8", backward="int8", stabilisers=clamp)
+    model = replace(tiny_run.model, mlp=MlpKind.relu2)
+    pretrain(replace(tiny_run, max_steps=1, model=model, precision=precision), tmp_path / "run")
+    for fmt in ("bf16", "nvfp4"):
+        with pytest.raises(CheckpointError, match=r"model\.mlp=relu2: no architecture that other software reads"):
+            export(open_weights(tmp_path / "run"), tmp_path / "hf", fmt)
     assert not (tmp_path / "hf").exists()
 
 

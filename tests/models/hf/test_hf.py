@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowbit.cli.generate import generate
 from lowbit.configs.schema import (
     GateKind,
     MlpKind,
@@ -21,6 +22,7 @@ from lowbit.configs.schema import (
     RopeConfig,
     RopeScaling,
 )
+from lowbit.data.tokenizer import bytes_tokenizer
 from lowbit.errors import CheckpointError
 from lowbit.models.cost import window_of
 from lowbit.models.hf.config import Family, read_config
@@ -31,6 +33,7 @@ from lowbit.models.hf.parity import compare
 from lowbit.models.hf.save import save_model
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
+from lowbit.trainer import hardware
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -398,3 +401,26 @@ def test_parity_names_the_first_block_that_drifts(tmp_path: Path) -> None:
     assert dict(parity.blocks)["blocks.0"] < 1e-5
     with pytest.raises(CheckpointError, match=r"blocks\.1 differs by"):
         parity.require(1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama 3.1", "llama tied", "qwen3 local", "olmo2", "mixtral", "qwen3 moe", "dots1"])
+def test_generate_goes_on_as_transformers_does(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lowbit generate FOLDER` of a folder that `transformers` wrote, a token after the other with a cache."""
+    family, changes = CASES[name]
+    end = bytes_tokenizer().eot_id
+    theirs = stock_model(family, changes | {"vocab_size": end + 8, "eos_token_id": end})
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(bytes_tokenizer().hugging_face())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": bytes_tokenizer().eot}))
+    monkeypatch.setattr(hardware, "fast_bf16", lambda device: False)
+    generate(tmp_path, prompt="Once upon", max_tokens=40, temperature=0.0, top_k=None, device="cpu")
+    ids = [end, *b"Once upon"]  # a tokenizer that says nothing else begins texts with its end of text
+    with torch.no_grad():
+        for _ in range(40):  # without a cache: the whole text each time, none but the tokenizer's tokens
+            ids.append(int(theirs(torch.tensor([ids])).logits[0, -1, : end + 1].argmax()))
+            if ids[-1] == end:
+                break
+    assert capsys.readouterr().out == bytes_tokenizer().decode(ids[1 : -1 if ids[-1] == end else None]) + "\n"
+    assert len(ids) > 20
