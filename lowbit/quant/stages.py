@@ -177,6 +177,28 @@ class PrecisionPolicy:
             "backend": self.backend.value,
         }
 
+    def differences(self, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """What a checkpoint's `as_dict` says otherwise: by key its value and ours, None where there is none.
+
+        Older checkpoints hold rules and switches without their order, and no backend: in those parts nothing differs.
+        """
+        now = self.as_dict()
+        was = {"backend": now["backend"]} | {
+            key: now[key] if isinstance(now.get(key), list) and isinstance(value, Mapping) else value
+            for key, value in saved.items()
+        }
+        theirs, ours = _products_apart(was), _products_apart(now)
+        keys = [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]
+        return {key: (theirs.get(key), ours.get(key)) for key in keys}
+
+
+def _products_apart(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`training.fprop` and so on, of `PrecisionPolicy.as_dict`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= {f"{key}.{part}": v for part, v in value.items()} if isinstance(value, Mapping) else {key: value}
+    return flat
+
 
 def describe(policy: LinearPolicy) -> dict[str, str]:
     """A policy in words, product by product."""

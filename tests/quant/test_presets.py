@@ -306,3 +306,18 @@ def test_rules_in_another_order_and_switches_of_one_time_are_told_apart() -> Non
     found += [plain(), plain("precision.backend=emulated")]
     assert all(a != b for i, a in enumerate(found) for b in found[:i])
     assert all(json.loads(json.dumps(values)) == values for values in found), "a checkpoint gives the same back"
+
+
+def test_what_differs_from_a_checkpoint() -> None:
+    switch = "precision.switch=[{at: 0.5, forward: bf16}]"
+    mine = resolve(composed("precision=nvfp4", switch).precision)
+    assert mine.differences(json.loads(json.dumps(mine.as_dict()))) == {}
+    other = resolve(composed("precision=nvfp4", switch, "precision.backend=te", "precision.dgrad=bf16").precision)
+    eden = "NVFP4_POW2_EDEN x NVFP4_POW2_EDEN, rotation 128 fresh"
+    assert other.differences(mine.as_dict()) == {"backend": ("auto", "te"), "training.dgrad": (eden, "BF16")}
+    without = resolve(composed("precision=nvfp4").precision).as_dict()
+    assert list(mine.differences(without)) == ["switch"]
+    old = {key: mine.as_dict()[key] for key in ("training", "sampler", "trainer")}
+    old |= {"rules": {}, "switch": {"at 50% of the run": "forward bf16"}}
+    assert mine.differences(old) == {}
+    assert list(other.differences(old)) == ["training.dgrad"]
