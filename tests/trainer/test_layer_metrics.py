@@ -1,5 +1,6 @@
 """Training a mixture of experts: it learns, its loads even out, its biases survive a resumption, metrics tell."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,16 @@ from safetensors.torch import load_file
 
 from lowbit.configs.schema import GateKind, MoeConfig, OptimizerKind, Recompute, RunConfig
 from lowbit.data.batch import Batch
+from lowbit.models.attention import dense_mask
 from lowbit.models.router import Router
 from lowbit.models.transformer import Transformer
+from lowbit.models.visibility import Visibility, causal
 from lowbit.trainer.distributed import ALONE
 from lowbit.trainer.layer_metrics import LayerMetrics
 from lowbit.trainer.loaded import load_run
 from lowbit.trainer.objective import NextToken, run_objective
 from lowbit.trainer.optim import build_optimizer
-from lowbit.trainer.run import pretrain
+from lowbit.trainer.run import Pretraining, pretrain
 
 MOE = MoeConfig(experts=4, top_k=2, expert_width=16, shared=1, first_dense=1, gate=GateKind.sigmoid, bias_rate=0.01)
 
@@ -91,6 +94,45 @@ def test_the_routers_losses_are_trained_for_and_not_reported(moe_run: RunConfig)
     dense.init_weights(1)
     out = run_objective(NextToken(), dense, batch)
     assert torch.equal(out.loss_sum, out.nll_sum)
+
+
+def test_logsumexps_of_a_step_are_those_of_the_written_out_logits(tiny_run: RunConfig, tmp_path: Path) -> None:
+    """The mean over micro-batches and the greatest of all, of every layer, in the row of a run's first step."""
+    model = replace(tiny_run.model, attention_z=1e-3, layers=2)
+    run = Pretraining(replace(tiny_run, max_steps=1, model=model), tmp_path / "run")
+    trainer = run.build()
+    batches: list[Batch] = []
+    try:
+        plain = copy.deepcopy(run.model)
+        forward = type(run.model).forward
+
+        def watched(self: Transformer, tokens: torch.Tensor, visibility: Visibility | None = None) -> torch.Tensor:
+            if self is run.model and torch.is_grad_enabled():
+                batches.append(Batch(tokens, tokens, tokens.float(), visibility, tokens.numel()))
+            return forward(self, tokens, visibility)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Transformer, "forward", watched)
+            trainer.train_step()
+        found = trainer.layers.read()
+    finally:
+        run.close()
+    assert len(batches) == tiny_run.batch.sequences // tiny_run.batch.micro_batch
+    means, greatest = torch.zeros(2), torch.full((2,), -torch.inf)
+    for batch in batches:
+        rule = causal(*batch.tokens.shape) if batch.visibility is None else batch.visibility
+        x, rope = plain.embed(batch.tokens), plain.rope(rule.position)
+        for layer, block in enumerate(plain.blocks):
+            q, k, _ = block.attention.project(block.attention_norm(x), rope)  # type: ignore[union-attr, operator]
+            logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * q.shape[-1] ** -0.5
+            z = logits.masked_fill(~dense_mask(rule), float("-inf")).logsumexp(-1)
+            means[layer] += z.detach().mean() / len(batches)
+            greatest[layer] = torch.maximum(greatest[layer], z.detach().max())
+            x = block(x, dense_mask(rule), rope).x
+    for layer in range(2):
+        assert found[f"attention_z/mean/blocks.{layer}"] == pytest.approx(means[layer].item(), rel=1e-4)
+        assert found[f"attention_z/max/blocks.{layer}"] == pytest.approx(greatest[layer].item(), rel=1e-4)
+    assert found["attention_z/max"] == pytest.approx(greatest.max().item(), rel=1e-4)
 
 
 def test_biases_even_out_a_tilted_load(moe_run: RunConfig) -> None:

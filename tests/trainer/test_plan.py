@@ -79,6 +79,10 @@ def test_what_is_printed() -> None:
     assert "8,030,269,440 parameters" in text
     assert "DOES NOT FIT in the 75.1 GiB" in text and "none with recompute=full" in text
     assert "1,000,001,536 tokens" in text
+    assert f"{32 * 2 * 8 * 128 * 2:,} bytes of keys and values a token" in text
+    sharing = compose(["model=8b", f"model.kv_from={[layer - layer % 4 for layer in range(32)]}"])
+    text = "\n".join(describe(sharing, plan(sharing, 128_256), 128_256, "a GPU"))
+    assert f"{32 * 2 * 8 * 128 * 2 // 4:,} bytes of keys and values a token" in text, "a quarter of the layers keep any"
     small = compose(["preset=cpu"])
     text = "\n".join(describe(small, plan(small, 4096, memory_bytes=8 * 2**30), 4096, "a GPU"))
     assert "fits in" in text and "at most 1.6 minutes" in text
