@@ -110,10 +110,10 @@ def _task(work: _Work) -> "Task":
     from lowbit.configs import validate_distill as checks
     from lowbit.configs.overrides import DISTILL
 
-    def function(config: Any, run_dir: Path) -> None:
+    def function(config: Any, run_dir: Path) -> object:
         import lowbit.distill.run as distill
 
-        getattr(distill, work.value)(config, run_dir)
+        return getattr(distill, work.value)(config, run_dir)
 
     check = {
         _Work.run: checks.validate_distill,

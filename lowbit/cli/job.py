@@ -51,10 +51,10 @@ class Outcome:
         return f"job {self.job} ({' '.join(self.settings)})"
 
 
-def _pretrain(config: Any, run_dir: Path) -> None:
+def _pretrain(config: Any, run_dir: Path) -> object:
     from lowbit.trainer.run import pretrain
 
-    pretrain(config, run_dir)
+    return pretrain(config, run_dir)
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,11 @@ class Task:
     """What a command does with a configuration."""
 
     command: Command[RunConfig] = PRETRAIN
-    work: Callable[[Any, Path], None] = _pretrain
-    """From a configuration of the command's class, and the run's folder, to a finished job."""
+    work: Callable[[Any, Path], object] = _pretrain
+    """From a configuration of the command's class, and the run's folder, to what a finished job reached.
+
+    Of that only `asked_to_end` counts here, where it has one: a signal came in its last step, and no job is to follow.
+    """
     check: Callable[[Any], None] = validate
     """Raises ConfigError for a configuration that cannot work."""
     joined: bool = True
@@ -217,15 +220,18 @@ def _ending(
     return error
 
 
-def _work(tree: Any, task: Task, typed: Sequence[str] = ()) -> None:
-    """The job itself: from Hydra's configuration to a finished run. typed: its settings, should it start ranks."""
+def _work(tree: Any, task: Task, typed: Sequence[str] = ()) -> object:
+    """The job itself: from Hydra's configuration to a finished run, and what that reached.
+
+    typed: its settings, should it start ranks.
+    """
     from hydra.core.hydra_config import HydraConfig
 
     config, folder = to_config(task.command, tree), Path(HydraConfig.get().runtime.output_dir)
     if task.joined and torchrun.starts_ranks(config):
         torchrun.run_ranks(config, task.words, [*typed, f"hydra.run.dir={_quoted(folder)}"])
-        return
-    task.work(config, folder)
+        return None
+    return task.work(config, folder)
 
 
 def _sweep_job(tree: Any, swept: Sequence[str], task: Task, typed: Sequence[Sequence[str]]) -> None:
@@ -237,8 +243,9 @@ def _sweep_job(tree: Any, swept: Sequence[str], task: Task, typed: Sequence[Sequ
     settings = _only(hydra.overrides.task, swept)
     outcome = Outcome(hydra.job.num, settings)
     _allow_children()
+    reached: object = None
     try:
-        _work(tree, task, typed[hydra.job.num])
+        reached = _work(tree, task, typed[hydra.job.num])
     except KeyboardInterrupt:
         outcome = Outcome(hydra.job.num, settings, EXIT_INTERRUPTED, "interrupted")
         raise
@@ -254,6 +261,8 @@ def _sweep_job(tree: Any, swept: Sequence[str], task: Task, typed: Sequence[Sequ
             raise KeyboardInterrupt from error
     finally:
         (folder / OUTCOME).write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    if getattr(reached, "asked_to_end", ""):  # this job is done, and nothing is to follow it
+        raise KeyboardInterrupt
 
 
 def _allow_children() -> None:

@@ -70,19 +70,19 @@ def _print_plan(given: list[str], multirun: bool, task: "Task") -> None:
         print("\n".join([f"job {number}: {' '.join(one)}", *lines] if multirun else lines))
 
 
-def _perform(stage: Any, run: Any, folder: Path) -> None:
+def _perform(stage: Any, run: Any, folder: Path) -> Any:
     """A stage in this process, or in as many as `engine.processes` says."""
     from lowbit.cli import torchrun
     from lowbit.configs.stored import save_config
     from lowbit.pipeline.stages import perform
 
     if not torchrun.starts_ranks(run):
-        perform(stage, run, folder)
-        return
+        return perform(stage, run, folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = folder / "stage.yaml"
     save_config(run, written)
     torchrun.run_ranks(run, ("stage",), [stage.value, str(written), str(folder)])
+    return None
 
 
 def _task() -> "Task":
@@ -93,10 +93,17 @@ def _task() -> "Task":
     from lowbit.errors import ConfigError
     from lowbit.trainer.files import METRICS
 
-    def work(config: Any, run_dir: Path) -> None:
+    def work(config: Any, run_dir: Path) -> object:
         from lowbit.pipeline.run import run
 
-        run(config, run_dir, _perform)
+        ended: list[Any] = []
+
+        def performed(stage: Any, run: Any, folder: Path) -> Any:
+            ended.append(_perform(stage, run, folder))
+            return ended[-1]
+
+        run(config, run_dir, performed)
+        return ended[-1] if ended else None
 
     def check(config: Any) -> None:
         if torchrun.world() > 1:

@@ -37,10 +37,10 @@ def _task() -> "Task":
     from lowbit.configs.overrides import RL
     from lowbit.configs.validate_rl import validate_rl
 
-    def work(config: Any, run_dir: Path) -> None:
+    def work(config: Any, run_dir: Path) -> object:
         from lowbit.rl.run import train
 
-        train(config, run_dir)
+        return train(config, run_dir)
 
     def check(config: Any) -> None:
         from lowbit.infer.precision import check_sampler

@@ -85,7 +85,7 @@ def with_teacher(config: DistillConfig, run_dir: Path, ranks: Ranks, device: tor
     folder, run = run_dir / "teacher", teacher_config(config)
     if ranks.share(_steps_done(folder) < config.teacher.max_steps if ranks.first else None):
         logger.info("teacher: none is named, so one is trained first (%d steps)", config.teacher.max_steps)
-        pretrain_on(run, folder, ranks, device)
+        pretrain_on(run, folder, ranks, device).before_more()
     return replace(config, teacher=replace(config.teacher, path=str(folder)))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_pipeline import OnChange, PipelineConfig, Stage
@@ -43,10 +44,13 @@ from lowbit.pipeline.table import say_end
 from lowbit.trainer.loaded import shown_path
 from lowbit.trainer.lock import RunLock
 
+if TYPE_CHECKING:
+    from lowbit.trainer.run import RunResult
+
 logger = logging.getLogger("lowbit")
 
-Perform = Callable[[Stage, RunConfig, Path], None]
-"""What runs a stage in its folder."""
+Perform = Callable[[Stage, RunConfig, Path], "RunResult | None"]
+"""What runs a stage in its folder, and what that reached where it is known here."""
 NOT_DOCUMENTS = ("cache_dir", "pack_workers", "prefetch")
 """Settings of the data that change nothing in them."""
 
@@ -95,7 +99,12 @@ class Pipeline:
         logger.info("%s: %s, in %s", stage, record.precision, shown_path(place))
         self._write(stage, record)
         with self._recording(stage, record):
-            self._perform(stage, run, place)
+            ended = self._perform(stage, run, place)
+        if ended and ended.asked_to_end and stage is not self.config.stages[-1]:
+            after = self.config.stages[list(self.config.stages).index(stage) + 1]
+            raise Interrupted(
+                f"interrupted by {ended.asked_to_end} when {stage} was done; the same command goes on with {after}"
+            )
 
     def keep_settings(self) -> None:
         """Write pipeline.yaml, once it is known that something is made with these settings, or was."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lowbit.configs.schema import PrecisionConfig, RunConfig
 from lowbit.configs.schema_distill import DistillConfig
@@ -29,6 +30,9 @@ from lowbit.trainer.hardware import compute_dtype, pick_device
 from lowbit.trainer.imported import beginning
 from lowbit.trainer.jsonl import read_rows
 from lowbit.trainer.loaded import shown_path
+
+if TYPE_CHECKING:
+    from lowbit.trainer.run import RunResult
 
 logger = logging.getLogger("lowbit")
 
@@ -137,20 +141,19 @@ def _digest_of_caches(folders: Sequence[str]) -> str:
     return hashlib.sha256(whole.encode()).hexdigest()
 
 
-def perform(stage: Stage, run: RunConfig, folder: Path) -> None:
+def perform(stage: Stage, run: RunConfig, folder: Path) -> "RunResult":
     """Run a stage, or go on with it: the function of its command."""
     if isinstance(run, DistillConfig):
         from lowbit.distill.run import everything
 
-        everything(run, folder)
-    elif isinstance(run, RlConfig):
+        return everything(run, folder)
+    if isinstance(run, RlConfig):
         from lowbit.rl.run import train
 
-        train(run, folder)
-    else:
-        from lowbit.trainer.run import pretrain
+        return train(run, folder)
+    from lowbit.trainer.run import pretrain
 
-        pretrain(run, folder)
+    return pretrain(run, folder)
 
 
 def reached(stage: Stage, folder: Path) -> dict[str, float]:

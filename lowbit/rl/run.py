@@ -68,7 +68,7 @@ def train_on(config: RlConfig, run_dir: Path, ranks: Ranks, device: torch.device
         folder = run_dir / "warm_start"
         if ranks.share(not (run_dir / "checkpoints").is_dir() if ranks.first else None):
             logger.info("warm start: %d supervised steps on the task's own solutions", config.warm_start.steps)
-            execute(lambda: WarmStart(warm_start_config(config), folder, ranks, device), folder, ranks)
+            execute(lambda: WarmStart(warm_start_config(config), folder, ranks, device), folder, ranks).before_more()
         config = replace(config, init_from=str(folder))
     return execute(lambda: Reinforcement(config, run_dir, ranks, device), run_dir, ranks)
 

@@ -121,6 +121,13 @@ class Trainer:
                     raise Interrupted(f"interrupted by {signal}: saved at step {self.position.step}")
             self.hooks.flush()
 
+    @property
+    def asked_to_end(self) -> str:
+        """The signal that came while the run was ending by itself, the same on all ranks; empty if none did."""
+        if self._stop or (self.engine.ranks.world == 1 and self._signals.requested):
+            return self._signals.requested or "a signal to another rank"
+        return ""
+
     def train_step(self) -> dict[str, Any]:
         """One optimizer step; returns its metrics."""
         config, position, engine = self.config, self.position, self.engine

@@ -10,7 +10,7 @@ import math
 import platform
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,13 @@ class RunResult:
     val_bpb: float
     trigram_bpb: float
     sample: str
+    asked_to_end: str = ""
+    """The signal that came in its last step: it changed nothing there, but nothing is to follow. Empty: none came."""
+
+    def before_more(self) -> None:
+        """What is to follow this run asks here. Raises Interrupted if a signal came in its last step."""
+        if self.asked_to_end:
+            raise Interrupted(f"interrupted by {self.asked_to_end} when {shown_path(self.run_dir)} was done")
 
 
 def pretrain(config: RunConfig, run_dir: Path) -> RunResult:
@@ -142,7 +149,7 @@ class Pretraining:
         else:
             self._final_bpb = None
             trainer.fit()
-        return self._conclude(trainer.position)
+        return replace(self._conclude(trainer.position), asked_to_end=trainer.asked_to_end)
 
     def build(self) -> Trainer:
         """Everything a run needs, resumed to where it was: the trainer is ready for its next step."""

@@ -13,7 +13,7 @@ from lowbit.configs.stored import save_config
 from lowbit.errors import Interrupted, NonFiniteError
 
 
-def pretrain(config: RunConfig, run_dir: Path) -> None:
+def pretrain(config: RunConfig, run_dir: Path) -> types.SimpleNamespace:
     import logging
 
     logging.getLogger("lowbit").info("training with seed %d", config.seed)
@@ -27,6 +27,7 @@ def pretrain(config: RunConfig, run_dir: Path) -> None:
         raise Interrupted("SIGTERM: saved at step 3")
     if config.seed == 16:
         raise KeyboardInterrupt
+    return types.SimpleNamespace(asked_to_end="SIGINT" if config.seed == 17 else "")
 
 
 def sweep_report(sweep_dir: Path, run_dirs: list[Path]) -> list[str]:

@@ -1,6 +1,7 @@
 """One run and sweeps under real Hydra, with a trainer that only ends as its seed says (stub_main.py).
 
-Seeds: 13 raises a LowbitError, 14 a bug, 15 Interrupted after saving, 16 KeyboardInterrupt; others end well.
+Seeds: 13 raises a LowbitError, 14 a bug, 15 Interrupted after saving, 16 KeyboardInterrupt; 17 ends well
+though a signal came in its last step; others end well.
 """
 
 import json
@@ -69,7 +70,8 @@ def test_a_sweep_that_works_and_one_that_is_interrupted(tmp_path: Path) -> None:
     works = ["pretrain", "model=tiny,30m", "--multirun", "hydra.sweep.dir='it''s here'".replace("''", "\\'")]
     signal = ["pretrain", "-m", "seed=1,15,2", "hydra.sweep.dir=signal"]
     control_c = ["pretrain", "-m", "seed=16,2", "hydra.sweep.dir=control_c"]
-    good, saved, killed = together([works, signal, control_c], tmp_path, stub=True)
+    late = ["pretrain", "-m", "seed=17,2", "hydra.sweep.dir=late"]
+    good, saved, killed, finished = together([works, signal, control_c, late], tmp_path, stub=True)
     assert (good.code, good.err) == (0, "") and good.out.splitlines()[-1] == "table: 0 1"
     assert load_config(tmp_path / "it's here" / "1" / "config.yaml").model.name == "30m"
     assert saved.code == 130 and not (tmp_path / "signal" / "2").exists()
@@ -79,6 +81,9 @@ def test_a_sweep_that_works_and_one_that_is_interrupted(tmp_path: Path) -> None:
     assert saved.err.endswith("; the same command with hydra.sweep.dir=signal goes on\n")
     assert killed.code == 130 and not (tmp_path / "control_c" / "1").exists()
     assert json.loads((tmp_path / "control_c" / "0" / "outcome.json").read_text())["exit_code"] == 130
+    assert finished.code == 130 and not (tmp_path / "late" / "1").exists(), "no job follows"
+    assert json.loads((tmp_path / "late" / "0" / "outcome.json").read_text())["exit_code"] == 0
+    assert "the sweep was interrupted: 1 of 2 jobs are done" in finished.err
 
 
 def test_printing_the_configuration(tmp_path: Path) -> None:

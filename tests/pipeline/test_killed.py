@@ -8,6 +8,7 @@ not a time.
 import json
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,18 @@ def left(folder: Path) -> dict[str, Any]:
     return found
 
 
+FINISHING = {
+    "checkpoint:pretrain/checkpoints/step_00000004", "train:pretrain:4", "train:rl/warm_start:39",
+    "checkpoint:rl/checkpoints/step_00000002", "train:rl:2",
+}  # fmt: skip
+"""Those in a run's last step, which Ctrl-C does not stop: see the other test."""
 KILL, CONTROL_C = signal.SIGKILL, signal.SIGINT
 ALL = pytest.mark.exhaustive
+
+
+def ended(cwd: Path, number: int, where: str) -> subprocess.CompletedProcess[str]:
+    """The pipeline, ended by a signal at a place."""
+    return forked.run([str(SCRIPT), str(int(number)), where, "pipeline", *SETTINGS], cwd)
 
 
 @pytest.mark.slow
@@ -90,7 +101,9 @@ def test_ended_at_every_place_it_leaves_the_same_files(whole: Path, tmp_path: Pa
     cwd = place(tmp_path)
     folder = cwd / "runs" / "pipeline"
     for where, stage in {where: s for s in Stage for where in PLACES[s] if where in FEW or not few}.items():
-        done = forked.run([str(SCRIPT), str(int(number)), where, "pipeline", *SETTINGS], cwd)
+        if number == CONTROL_C and where in FINISHING:
+            continue
+        done = ended(cwd, number, where)
         assert done.returncode == (-KILL if number == KILL else 130), (where, done.stderr)
         records = json.loads((folder / "pipeline.json").read_text())["stages"]
         states = {name: record["state"] for name, record in records.items()}
@@ -104,3 +117,23 @@ def test_ended_at_every_place_it_leaves_the_same_files(whole: Path, tmp_path: Pa
     more = {name.rpartition("/")[0] for name in again.keys() - once.keys()}
     assert not more or number == CONTROL_C, "a killed process leaves nothing of its own"
     assert more <= {"rl/warm_start/checkpoints/step_00000002"}, "a checkpoint of where it was interrupted"
+
+
+@pytest.mark.slow
+def test_control_c_in_a_runs_last_step_finishes_that_run_and_begins_no_other(whole: Path, tmp_path: Path) -> None:
+    """The run has nothing left to be interrupted in; what would follow it, for hours perhaps, does not begin."""
+    cwd = place(tmp_path)
+    folder = cwd / "runs" / "pipeline"
+    done = ended(cwd, CONTROL_C, "train:pretrain:4")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 130 and "interrupted by SIGINT when pretrain was done" in last, done.stderr
+    assert "the same command goes on with distill" in last
+    assert json.loads((folder / "pipeline.json").read_text())["stages"].keys() == {"pretrain"}
+    done = ended(cwd, CONTROL_C, "train:rl/warm_start:39")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 130 and "interrupted in rl" in last and "rl/warm_start was done" in last, done.stderr
+    assert not (folder / "rl" / "metrics.jsonl").exists()
+    done = ended(cwd, CONTROL_C, "train:rl:2")
+    assert done.returncode == 0 and re.search(r"\nstage +took", done.stdout), "nothing would follow"
+    once, again = left(whole / "runs" / "pipeline"), left(folder)
+    assert once.keys() == again.keys() and [name for name in once if once[name] != again[name]] == []
