@@ -2,17 +2,16 @@
 
 import html
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
+import browser
 import pytest
+from browser import chromium
 from report_runs import pretraining, rollouts, write_run
 
 from lowbit.trainer.report import write_page
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path (apt-get install chromium)")
+pytestmark = browser.needed
 
 PROBE = """
 const found = {}, root = document.documentElement;
@@ -30,20 +29,6 @@ document.body.dataset.found = JSON.stringify(found);
 """
 
 
-def chromium(page: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    profile = page.parent / "profile"
-    command = [
-        str(BROWSER),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--enable-logging=stderr",
-    ]
-    command += [f"--user-data-dir={profile}", *arguments, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
@@ -52,23 +37,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_both_themes_without_a_complaint(page: Path) -> None:
-    """Screenshots: the page's corner is light or dark as the reader asks, and curves are drawn in several colours."""
-    from matplotlib.image import imread
-
-    for scheme, low, high in ((1, 0.95, 1.0), (0, 0.0, 0.15)):
-        picture = page.with_name(f"{scheme}.png")
-        done = chromium(
-            page,
-            f"--blink-settings=preferredColorScheme={scheme}",
-            f"--screenshot={picture}",
-            "--window-size=1300,1500",
-        )
-        complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-        assert not complaints, complaints
-        pixels = imread(str(picture))[..., :3]
-        assert low <= pixels[2, 2].mean() <= high and low <= pixels[-2, -2].mean() <= high
-        colourful = (pixels.max(axis=2) - pixels.min(axis=2)) > 0.3
-        assert 1000 < colourful.sum() < 0.2 * colourful.size
+    browser.require_both_themes(page)
 
 
 def test_a_narrow_screen_the_pointer_and_the_legend(page: Path) -> None:
