@@ -40,11 +40,13 @@ def prepare_mask(
     """What `attention` needs to know of a batch's visibility; built once a batch and shared by all layers of a kind.
 
     Args:
-        visibility: None for plain causal. batch, length: shape [B, T] of the tokens. device: where attention runs.
+        visibility: None for plain causal, which a rule on the CPU may turn out to be. batch, length: shape [B, T] of
+            the tokens. device: where attention runs.
         window: of a local layer, in positions; None for a global one.
 
     Raises:
-        DataError: the visibility has another shape.
+        DataError: the visibility has another shape; or its values are on the CPU, where they can be read without
+            waiting, and break a rule: `Visibility.validate` names the token.
     """
     if window is not None and window >= length:
         window = None
@@ -57,6 +59,10 @@ def prepare_mask(
             f"visibility has shape {list(visibility.start.shape)}, the tokens have [{batch}, {length}]: "
             "build it from the same batch"
         )
+    if visibility.start.device.type == "cpu":
+        visibility.validate()
+        if window is None and visibility.is_causal():
+            return None
     visibility = visibility.to(device, non_blocking=True)
     if visibility.start.device.type == "cuda":
         return block_mask(visibility, window)

@@ -82,6 +82,11 @@ class Visibility:
         if tree:
             self._require(self._nested(), "limit", "ends behind that of a token it descends from")
 
+    def is_causal(self) -> bool:
+        """Whether every token sees all before it and nothing else. Reads values, so on a GPU it waits for them."""
+        index = torch.arange(self.start.shape[1], device=self.start.device)
+        return bool(((self.start == index) & (self.limit == len(index))).all())
+
     def _nested(self) -> Tensor:
         """bool [B, T]: whether a token's limit lies within those of all tokens before it that it sees."""
         good = torch.ones_like(self.start, dtype=torch.bool)

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lowbit.errors import DataError
 from lowbit.models.attention import attention, block_mask, dense_mask, prepare_mask
-from lowbit.models.visibility import Visibility, causal, documents
+from lowbit.models.visibility import Visibility, causal, documents, prefixes
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -211,3 +211,26 @@ def test_flex_attention_forward_matches_fp64(length: int, kind: str) -> None:
 def test_a_visibility_of_another_batch_is_refused() -> None:
     with pytest.raises(DataError, match=r"visibility has shape \[2, 8\], the tokens have \[2, 9\]"):
         prepare_mask(causal(2, 8), 2, 9, "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_token_that_does_not_see_itself_is_named(device: str) -> None:
+    """Its softmax would be empty, and its output NaN or, on a GPU, zero."""
+    rule = documents(torch.arange(24).view(2, 12) % 5 == 0)
+    rule.limit[1, 7] = 7
+    with pytest.raises(DataError, match=r"visibility\.limit\[1, 7\] = 7 of token 7 in row 1"):
+        prepare_mask(rule, 2, 12, device)
+
+
+def test_a_rule_that_is_plain_causal_needs_no_mask() -> None:
+    """Brute force over all rules of documents and prefixes of four tokens: no mask exactly where the rule is causal."""
+    lower = torch.ones(4, 4).tril().bool()
+    for number in range(1 << 8):
+        bits = torch.tensor([number >> i & 1 for i in range(8)], dtype=torch.bool)
+        rule = prefixes(bits[None, :4], bits[None, 4:])
+        plain = torch.equal(dense_mask(rule)[0, 0], lower)
+        assert (prepare_mask(rule, 1, 4, "cpu") is None) == plain == rule.is_causal()
+    assert prepare_mask(causal(2, 9), 2, 9, "cpu", window=9) is None
+    assert prepare_mask(causal(2, 9), 2, 9, "cpu", window=8) is not None
+    both = documents(torch.arange(18).view(2, 9) % 12 == 0)
+    assert prepare_mask(both, 2, 9, "cpu") is not None, "one row of two"
