@@ -198,6 +198,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description="Speed of masked attention and of experts.")
     parser.add_argument("what", choices=("attention", "experts", "kernels"))
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--length", type=int, help="Cases with sequences of this length alone.")
     parser.add_argument("--small", action="store_true", help="Tiny shapes, to see that the script runs.")
     parser.add_argument("--out", type=Path, default=Path("bench_model.json"))
     args = parser.parse_args(arguments)
@@ -207,6 +208,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         write(args.out, {"rows": alone})
         return alone
     cases = attention_cases(args.small) if args.what == "attention" else experts_cases(args.small)
+    cases = [case for case in cases if args.length in (None, case.length)]
     rows = []
     for case in cases:
         torch._dynamo.reset()

@@ -24,6 +24,7 @@ def test_it_runs(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     rows = main([what, "--small", "--steps", "1", "--out", str(tmp_path / "out.json")])
     assert (tmp_path / "out.json").is_file() and len(capsys.readouterr().out.splitlines()) == len(rows)
     assert all(row["tokens_per_second"] > 0 and 0 <= row["mask"] < 1 for row in rows)
+    assert main([what, "--small", "--length", "7", "--out", str(tmp_path / "none.json")]) == []
 
 
 def test_cases() -> None:
