@@ -65,6 +65,21 @@ def test_it_learns_resumes_bit_by_bit_and_reports(moe_run: RunConfig, tmp_path: 
     assert isinstance(router, Router) and router.bias is not None and torch.equal(router.bias, bias)
 
 
+def test_a_runs_dropped_share_is_what_its_loads_leave_no_room_for(moe_run: RunConfig, tmp_path: Path) -> None:
+    moe = replace(MOE, first_dense=0, capacity=0.9)
+    model = replace(moe_run.model, layers=1, moe=moe)
+    batch = replace(moe_run.batch, sequences=4, micro_batch=4)
+    logging = replace(moe_run.logging, every_steps=1)
+    pretrain(replace(moe_run, max_steps=3, model=model, batch=batch, logging=logging), tmp_path / "run")
+    tokens = 4 * moe_run.data.sequence_length
+    rows = [row for row in _rows(tmp_path / "run") if "experts/dropped" in row]
+    assert len(rows) == 3
+    for row in rows:
+        counts = [load * tokens * moe.top_k / moe.experts for load in row["experts/load/blocks.0"]]
+        kept = sum(min(count, int(0.9 * tokens * moe.top_k / moe.experts)) for count in counts)
+        assert row["experts/dropped"] == pytest.approx(1 - kept / (tokens * moe.top_k), abs=1e-4) and kept < sum(counts)
+
+
 def test_recomputation_and_micro_batches_count_every_choice_once(moe_run: RunConfig, tmp_path: Path) -> None:
     run = replace(moe_run, max_steps=2)
     pretrain(run, tmp_path / "plain")
