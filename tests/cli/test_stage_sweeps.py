@@ -1,5 +1,6 @@
 """`-m` of the stages' commands and of the pipeline: a failed job is named, the others finish and are compared."""
 
+import html
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,20 +88,39 @@ def test_a_job_that_was_killed_is_named(
     assert record.exc_info and record.exc_info[1] is not None and "of many lines" in str(record.exc_info[1])
 
 
+READS = [
+    "data=files", "data.sources.files.path=corpus", "data.tokenizer.kind=bytes", "data.held_out=0.2",
+    "data.pack_workers=2", "data.sequence_length=64",
+]  # fmt: skip
+REAL = {
+    "pretrain": ["preset=quick", *READS, "max_steps=3", "evaluation.sample_tokens=0", "optim.lr=1e-3,1e30"],
+    "distill": ["distill=quick", *READS, "teacher.max_steps=3", "max_steps=3", "optim.lr=1e-3,1e30"],
+    "rl": ["rl=quick", "max_steps=2", "task.examine=8", "optim.lr=1e-3,1e30"],
+    "pipeline": [
+        "pipeline=quick", *READS, "pretrain.max_steps=3", "distill.max_steps=3", "rl.max_steps=1",
+        "rl.warm_start.steps=90", "distill.optim.lr=1e-3,1e30",
+    ],
+}  # fmt: skip
+"""Of each command, two jobs of seconds: the second one's steps are so large that its loss is no number."""
+
+
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("command", REAL)
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_launchers_that_start_processes(launcher: str, tmp_path: Path) -> None:
+def test_launchers_that_start_processes(launcher: str, command: str, tmp_path: Path) -> None:
     """Where the extra is installed: real runs in its processes, which pack their documents in more of them."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")
     (tmp_path / "corpus").mkdir()
     for n in range(20):
         (tmp_path / "corpus" / f"{n}.txt").write_text(" ".join(map(str, range(n, 200))))
-    settings = [
-        "preset=quick", "max_steps=3", "data=files", "data.sources.files.path=corpus", "data.tokenizer.kind=bytes",
-        "data.held_out=0.2", "data.pack_workers=2", "data.sequence_length=64", "evaluation.sample_tokens=0",
-    ]  # fmt: skip
-    ended = lowbit(["pretrain", *settings, "-m", "optim.lr=1e-3,1e30", f"hydra/launcher={launcher}"], tmp_path)
-    assert ended.code == 1 and "1 of 2 jobs failed: job 1 (optim.lr=1e+30); see" in ended.err, ended.err
-    [sweep] = (tmp_path / "multirun" / "pretrain").iterdir()
+    ended = lowbit([command, *REAL[command], "device=cpu", "-m", f"hydra/launcher={launcher}"], tmp_path)
+    key = REAL[command][-1].partition("=")[0]
+    assert ended.code == 1 and f"1 of 2 jobs failed: job 1 ({key}=1e+30); see" in ended.err, ended.err
+    [sweep] = (tmp_path / "multirun" / command).iterdir()
     assert json.loads((sweep / "0" / "outcome.json").read_text())["exit_code"] == 0
-    assert "loss" in json.loads((sweep / "1" / "outcome.json").read_text())["error"]
+    failed = json.loads((sweep / "1" / "outcome.json").read_text())["error"]
+    assert "loss" in failed and failed.startswith("distill: ") == (command == "pipeline")
+    first = {line.split(" ")[0] for line in ended.out.splitlines()}
+    assert ({"pretrain", "distill", "rl"} if command == "pipeline" else {"0"}) <= first, ended.out
+    page = (sweep / "report.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and "1e+30" in page and html.escape(failed) in page
