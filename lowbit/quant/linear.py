@@ -30,7 +30,8 @@ def check_shape(name: str, in_features: int, out_features: int, policy: LinearPo
         if getattr(policy, product).quantised and (size < FEATURE_MULTIPLE or size % FEATURE_MULTIPLE):
             raise ConfigError(
                 f"{name}: {product} sums over {what}={size}, which is not a multiple of {FEATURE_MULTIPLE}: "
-                "change the size, leave this layer in BF16 with a rule, or quantise nothing with precision=auto"
+                f"change the size, leave this layer in BF16 with precision.rules=[{{match: {name}, policy: bf16}}], or "
+                "quantise nothing with precision=auto"
             )
 
 

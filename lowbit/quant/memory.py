@@ -16,7 +16,7 @@ from lowbit.configs.schema import ModelConfig, OsciDetector, StabiliserConfig
 from lowbit.models.cost import LowBit
 from lowbit.models.layers import GroupedLinear, Linear
 from lowbit.quant.policy import Kept, LinearPolicy
-from lowbit.quant.spec import FOUR_OVER_SIX, MXFP8, Outer, Scale
+from lowbit.quant.spec import FOUR_OVER_SIX, MXFP8, Outer
 from lowbit.quant.stabilisers.outcontrol import gains
 
 READERS = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate and up", "up": "gate and up"}
@@ -69,8 +69,7 @@ def _window(layer: Linear | GroupedLinear, policy: LinearPolicy, stabilisers: St
     spec, config = policy.fprop.right.spec, stabilisers.oscireset
     if spec is None or isinstance(layer, GroupedLinear):
         return 0
-    after = spec.scale is Scale.FP32 or spec.outer in (Outer.TENSOR, Outer.ROW)
-    watched, each = _weights(layer), 12 + (4 if after else 2)
+    watched, each = _weights(layer), 12 + (2 if spec.after is Outer.NONE else 4)
     if config.detector is OsciDetector.efficient:
         watched, each = min(watched, max(1, math.ceil(watched * config.tracked))), each + 8
     blocks = 0

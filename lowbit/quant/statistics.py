@@ -15,7 +15,7 @@ clipped that were not.
 
 Weights are measured where they lie. Inputs and gradients pass by in one forward (and backward) pass on a few sequences
 that is made for the purpose, uncompiled (`measuring`). Steps without it cost nothing, and nothing is added to compiled
-code.
+code. Experts are not measured.
 """
 
 from collections.abc import Iterator, Mapping

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from lowbit.configs.schema import CompileMode, ComputeDtype, MatrixBackend, PrecisionConfig, RunConfig
-from lowbit.configs.stored import flatten
 from lowbit.errors import ConfigError
 from lowbit.models.layers import GroupedLinear
 from lowbit.models.transformer import Transformer
@@ -300,12 +299,12 @@ class RunPrecision:
 
         The clock is that of `step`, so that a forward whose noise it keys is the same in every process.
         """
-        if saved is not None and saved["policy"] != self.policy.as_dict():
-            was, now = flatten(saved["policy"]), flatten(self.policy.as_dict())
-            keys = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
-            shown = "; ".join(f"{key}: {was.get(key, 'nothing')} so far, {now.get(key, 'nothing')} now" for key in keys)
-            logger.warning("the precision of this run changes after step %d: %s", step, shown)
-        elif saved is not None and len(saved["active"]) == len(self.active):
+        found = {} if saved is None else self.policy.differences(saved["policy"])
+        if found:
+            pairs = [f"{key}: {was or 'nothing'} so far, {now or 'nothing'} now" for key, (was, now) in found.items()]
+            logger.warning("the precision of this run changes after step %d: %s", step, "; ".join(pairs))
+        same_numbers = not found.keys() - {"backend"}
+        if saved is not None and same_numbers and len(saved["active"]) == len(self.active):
             self.set_active(saved["active"])
         self._done = step
         self.begin_evaluation()

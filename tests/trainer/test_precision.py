@@ -403,6 +403,29 @@ def test_another_precision_goes_on_and_says_so(
     assert "precision of this run changes" not in caplog.text
 
 
+def test_another_backend_is_said_and_changes_no_switch(small: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    """Numbers are the policy's whoever multiplies; sums, hence bits, are not. Older checkpoints name no backend."""
+    switch = [PrecisionSwitch(at_step=3, forward="bf16")]
+    run = RunPrecision(
+        replace(small, precision=precision(forward="nvfp4", switch=switch)), Transformer(small.model, 60)
+    )
+    mine = json.loads(json.dumps(run.policy.as_dict()))
+    older = {key: mine[key] for key in ("training", "sampler", "trainer")} | {
+        "rules": {},
+        "switch": {"after step 3": ""},
+    }
+    for policy, said in ((mine | {"backend": "fp8"}, 1), (mine, 0), (older, 0)):
+        caplog.clear()
+        run.set_active([False])
+        run.resume({"policy": policy, "active": [True]}, 4)
+        assert run.active == (True,)
+        assert caplog.text.count("precision of this run changes after step 4: backend: fp8 so far, auto now") == said
+        assert caplog.text.count("precision of this run changes") == said
+    run.set_active([False])
+    run.resume({"policy": mine | {"switch": []}, "active": [True]}, 4)
+    assert run.active == (False,) and "switch: nothing so far, [{'when': 'after step 3'" in caplog.text
+
+
 def test_checkpoints_without_a_precision_are_read(small: RunConfig) -> None:
     run = RunPrecision(replace(small, precision=precision(forward="nvfp4")), Transformer(small.model, 60))
     run.resume(None, 7)

@@ -68,7 +68,7 @@ class Given(NamedTuple):
 
 def given_scales(x: Tensor, spec: QuantSpec, static: Tensor | None) -> Given:
     """The scales that a tile does not tell; x [rows, columns] is not rotated any more."""
-    by_row = spec.outer is Outer.ROW or (spec.scale is Scale.FP32 and spec.block[0] == 1)
+    by_row = spec.after is Outer.ROW
     if 1 in x.stride():
         amax = largest_magnitudes(x, by_row)
     else:
@@ -99,7 +99,7 @@ def run_factor(
     if x.numel() == 0:
         return
     given = None
-    if spec is not None and (spec.scale is Scale.FP32 or spec.outer in (Outer.TENSOR, Outer.ROW)):
+    if spec is not None and spec.after is not Outer.NONE:
         if signs is not None:
             rotated = x.new_empty((x.shape[0], ops.operand_width(x.shape[1], signs)), dtype=torch.bfloat16)
             empty = tuple(tensor.new_empty(0) for tensor in out[1:])

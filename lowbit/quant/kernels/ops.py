@@ -155,9 +155,8 @@ def allocate(
     if spec is None:
         shapes += [none] * 4
     else:
-        whole = spec.outer is Outer.TENSOR or (spec.scale is Scale.FP32 and spec.block[0] == 0)
-        by_row = spec.outer is Outer.ROW or (spec.scale is Scale.FP32 and spec.block[0] == 1)
-        shapes.append(((1 if whole else rows, 1), torch.float32) if whole or by_row else none)
+        after = rows if spec.after is Outer.ROW else 1, 1
+        shapes.append(none if spec.after is Outer.NONE else (after, torch.float32))
         shapes += code_shapes(rows, width, spec) if codes else [none] * 3
     made = [x.new_empty(shape, dtype=kind) for shape, kind in shapes]
     return made[0], made[1], made[2], made[3], made[4]

@@ -131,7 +131,10 @@ class Clamp:
         """Set every bound from the weights as they are now. Raises ConfigError where they are sharded."""
         for site in self._sites:
             if site.up.weight.shape != (site.up.out_features, site.up.in_features):
-                raise ConfigError(f"{site.name}.up: the bound needs the whole weight, and this process holds a shard")
+                raise ConfigError(
+                    f"{site.name}.up: the bound needs the whole weight, and this process holds a shard: "
+                    "engine.zero_stage=2 would work"
+                )
             self._set(site, self._deviations * activation_deviation(site.up.weight, site.gain))
 
     def _set(self, site: Site, bound: Tensor) -> None:

@@ -18,7 +18,8 @@ The published simulation takes round(share * K) channels, and so do we; the rele
 
 Layers that read one input share one set of channels and one split copy of that input. What is kept for the backward
 pass is X_R in 4 bits and X_O in 8: for a tenth of the channels at most 0.36 of BF16. Indices live in buffers of fixed
-size: which channels they name is data to compiled code, only the change from none to some compiles anew.
+size: which channels they name is data to compiled code, only the change from none to some compiles anew. Experts
+quantise all of their channels.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
