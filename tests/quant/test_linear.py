@@ -427,7 +427,9 @@ def test_nan_and_infinity_stay_visible(policy: LinearPolicy) -> None:
 def test_impossible_shapes_are_errors_that_name_layer_and_product() -> None:
     policy = POLICIES["nvfp4"]
     check_shape("a", 72, 8, policy)
-    with pytest.raises(ConfigError, match=r"blocks\.3\.up: fprop sums over in_features=20"):
+    with pytest.raises(
+        ConfigError, match=r"blocks\.3\.up: fprop sums over in_features=20.*\{match: blocks.3.up, policy: bf16\}"
+    ):
         LowbitLinear.of(Linear(20, 64), policy, KEY, CLOCK, "blocks.3.up")
     with pytest.raises(ConfigError, match=r"up: dgrad sums over out_features=12"):
         check_shape("up", 64, 12, policy)
