@@ -47,9 +47,11 @@ def real(folder: Path, kinds: list[str], ranks: int, steps: int, clip: float) ->
 
 
 @pytest.mark.slow
-def test_whole_runs_of_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds", [["fp32", "squinch"], pytest.param(["fp32", "bf16", "squinch", "sq48"], marks=pytest.mark.exhaustive)]
+)
+def test_whole_runs_of_two_ranks(kinds: list[str], tmp_path: Path) -> None:
     """Weights, both optimizers' states and moving averages after six clipped steps."""
-    kinds = ["fp32", "bf16", "squinch", "sq48"]
     found = real(tmp_path, kinds, 2, 6, 1.0)
     ends = []
     for kind in kinds:

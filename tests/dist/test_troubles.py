@@ -55,6 +55,7 @@ def test_buckets_leave_during_the_backward_pass(backend: str, tmp_path: Path) ->
             assert 2 <= len(calls) <= 2 * numbers * 4 / 2**20 + 1, (case["name"], calls)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(reason := shaped_network.why_not()), reason=str(reason))
 def test_bytes_on_the_wire_are_those_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks in namespaces: what left the network device in three steps, headers and small talk included."""

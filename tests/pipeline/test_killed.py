@@ -34,10 +34,7 @@ PLACES = {
     ],
 }  # fmt: skip
 """Where a process is ended, in the order in which they come."""
-FEW = (
-    "train:pretrain:4", "manifest:1", "record:1", "train:distill:3", "train:rl/warm_start:39", "train:rl:0",
-    "train:rl:2",
-)  # fmt: skip
+FEW = "train:pretrain:4", "record:1", "train:distill:3", "train:rl/warm_start:39", "train:rl:2"
 """Of them, those that every test run tries."""
 TIMES = re.compile(r"seconds|per_second|mfu|memory_gib|time/|share/")
 LOGS = ("run.log", ".hydra/", ".lock", "pipeline.json", "cache/stamps.json")

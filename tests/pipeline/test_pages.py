@@ -32,6 +32,7 @@ def test_a_pipelines_page(whole: Path, tmp_path: Path) -> None:
         assert part.lower() in text.lower(), part
 
 
+@pytest.mark.exhaustive
 def test_a_sweeps_page(tmp_path: Path) -> None:
     """It is there at the sweep's end; the failed job is named on it, with its settings and its reason."""
     settings = [

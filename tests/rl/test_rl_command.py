@@ -115,7 +115,8 @@ def test_two_ranks_of_deepspeed(tmp_path: Path, stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks_draw_ahead(tmp_path: Path, stage: int) -> None:
     """A thread on each rank draws its share of every group of prompts, within the bound; a resumed run goes on so."""
     settings = [*QUICK, "deterministic=false", "engine=deepspeed", f"engine.zero_stage={stage}", "rollout.show=32",

@@ -54,7 +54,7 @@ def ends(counts: list[int], device: torch.device) -> Tensor:
 
 def off(found: Tensor, wanted: Tensor) -> float:
     """Error relative to the norm."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return float((found.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
 
 
 @pytest.mark.parametrize("counts", LOADS, ids=str)
