@@ -9,6 +9,7 @@ even when it is alone.
 
 import atexit
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,10 +129,23 @@ def open_ranks(config: RunConfig) -> Iterator[tuple[Ranks, torch.device]]:
         raise watch.explain(error) from error
     else:
         watch.finish()
+        _leave(store, place, watch, config.engine.rank_timeout_seconds)
     finally:
         watch.stop()
         if dist.is_initialized() and watch.failure is None:
             dist.destroy_process_group()
+
+
+def _leave(store: Store, place: Place, watch: Watch, seconds: float) -> None:
+    """The process that runs the store stays until the others have read what they wait for, at most `seconds` long."""
+    if place.rank > 0 or place.hosted:
+        watch.stop()  # its posts would be the last use of the store
+        store.set(f"left/{place.rank}", "")
+        return
+    others = [f"left/{rank}" for rank in range(1, place.world)]
+    until = time.monotonic() + seconds
+    while not store.check(others) and watch.failure is None and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def _group_of_one(backend: str) -> None:

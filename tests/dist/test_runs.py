@@ -284,6 +284,26 @@ def test_the_command_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "runs" / "uneven").exists()
 
 
+LATE = """
+import time
+from lowbit.configs.compose import compose
+from lowbit.trainer.launch import open_ranks
+
+with open_ranks(compose(["engine=deepspeed", "device=cpu", "batch.sequences=12"])) as (ranks, device):
+    if ranks.rank:
+        time.sleep(1.5)
+    assert ranks.share("read late" if ranks.first else None) == "read late"
+"""
+
+
+def test_the_store_outlives_the_last_who_reads_it(tmp_path: Path) -> None:
+    """Rank 0 runs the store, and is done when it has posted."""
+    (tmp_path / "late.py").write_text(LATE)
+    for ended in ranks.run(3, [str(tmp_path / "late.py")], tmp_path):
+        assert ended.code == 0, ended.err[-2000:]
+        assert ended.seconds < 20
+
+
 @pytest.mark.exhaustive
 def test_launchers(tmp_path: Path) -> None:
     """torchrun on two machines that know the first one's address, as in the README, and `deepspeed`: the same run."""
