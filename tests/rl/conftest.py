@@ -51,3 +51,14 @@ def config() -> RlConfig:
         rollout=RolloutConfig(samples=4, max_new_tokens=4),
         algorithm=AlgorithmConfig(),
     )
+
+
+@pytest.fixture
+def even_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lowbit_test_rewards:even`, which an untrained model gets some of: the share of even bytes."""
+    (tmp_path / "lowbit_test_rewards.py").write_text(
+        "def even(completion, example):\n"
+        "    data = completion.encode('utf-8', 'replace')\n"
+        "    return sum(b % 2 == 0 for b in data) / max(len(data), 1)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))

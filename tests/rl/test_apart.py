@@ -27,17 +27,9 @@ from lowbit.rl.run import train
 from lowbit.trainer.checkpoint import CheckpointStore
 from lowbit.trainer.jsonl import read_rows
 
+pytestmark = pytest.mark.usefixtures("even_reward")
+
 TIMED = ("seconds", "per_second", "share/", "time/", "memory", "mfu")
-
-
-@pytest.fixture(autouse=True)
-def _reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lowbit_test_rewards.py").write_text(
-        "def even(completion, example):\n"
-        "    data = completion.encode('utf-8', 'replace')\n"
-        "    return sum(b % 2 == 0 for b in data) / max(len(data), 1)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from lowbit.configs.schema_rl import RlConfig
 from lowbit.rl.run import train
 from lowbit.trainer.jsonl import read_rows
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("even_reward")]
 
 
 @pytest.fixture
@@ -29,16 +29,6 @@ def on_gpu(config: RlConfig) -> RlConfig:
         config, precision__compute=ComputeDtype.bf16, data__sequence_length=128, batch__sequences=128,
         rollout__samples=16, rollout__max_new_tokens=64, reward__function="lowbit_test_rewards:even",
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lowbit_test_rewards.py").write_text(
-        "def even(completion, example):\n"
-        "    data = completion.encode('utf-8', 'replace')\n"
-        "    return sum(b % 2 == 0 for b in data) / max(len(data), 1)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
