@@ -53,8 +53,8 @@ def _parsed(text: str) -> Any:
 
 
 def last_step(path: Path) -> int:
-    """The last step that a file of rows has; 0 without any."""
-    return max((row["step"] for row in read_rows(path) if isinstance(row.get("step"), int)), default=0)
+    """The last step that a file of rows has; -1 without any."""
+    return max((row["step"] for row in read_rows(path) if isinstance(row.get("step"), int)), default=-1)
 
 
 def keep_rows_until(path: Path, step: int) -> None:

@@ -41,12 +41,13 @@ class MetricsLog:
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = []
+        kept = after_step or -1  # one that begins measures its step 0 again
         if config.tensorboard:
-            self._sinks.append(TensorBoard(run_dir / "tensorboard", after_step))
+            self._sinks.append(TensorBoard(run_dir / "tensorboard", kept))
         if config.wandb is not WandbMode.off:
             last = last_step(run_dir / METRICS)
-            self._sinks.append(Wandb(run_dir, config, config_dict, after_step=after_step, last_step=last))
-        keep_rows_until(run_dir / METRICS, after_step or -1)
+            self._sinks.append(Wandb(run_dir, config, config_dict, after_step=kept, last_step=last))
+        keep_rows_until(run_dir / METRICS, kept)
         self._file = (run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -87,8 +88,7 @@ class TensorBoard:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
             raise ConfigError("logging.tensorboard needs a package: pip install 'lowbit[tensorboard]'") from error
-        purge = after_step + 1 if after_step else None
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write every number of a row."""

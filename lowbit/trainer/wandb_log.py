@@ -38,7 +38,7 @@ _BLOCK = re.compile(r"(^|/)blocks\.\d+[^/]*")
 class Wandb:
     """A W&B run, new or gone on with.
 
-    `after_step`: the step that the run goes on from. `last_step`: the last that it had logged before.
+    `after_step`: the step that the run goes on from. `last_step`: the last that it had logged before; each -1 for none.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Wandb:
         config: LoggingConfig,
         config_dict: Mapping[str, Any],
         *,
-        after_step: int = 0,
-        last_step: int = 0,
+        after_step: int = -1,
+        last_step: int = -1,
     ) -> None:
         try:
             import wandb
@@ -59,7 +59,7 @@ class Wandb:
         self._run_dir = run_dir
         on_purpose = config_dict.get("resume", "auto") not in ("auto", "none") and last_step > after_step
         known = (run_dir / ID).is_file() and not on_purpose
-        self._after, self._last = after_step, last_step if known else 0
+        self._after, self._last = after_step, last_step if known else -1
         self.id = _run_id(run_dir / ID, anew=on_purpose)
         options: dict[str, Any] = {
             "project": config.wandb_project,

@@ -96,15 +96,21 @@ def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:
 def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for after, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+    for after, steps in ((0, (0, 1)), (0, (0, 1, 2, 3)), (2, (3, 4))):  # the second begins again
         log = MetricsLog(tmp_path, LoggingConfig(tensorboard=True), {}, after_step=after)
         for step in steps:
-            log.log({"step": step, "loss": step + after / 10, "name": "text", "gone": math.nan})
+            log.log({"step": step, "loss": step + len(steps) / 10, "name": "text", "gone": math.nan})
         log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["loss"]
-    assert [(e.step, round(e.value, 3)) for e in events.Scalars("loss")] == [(1, 1), (2, 2), (3, 3.2), (4, 4.2)]
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("loss")] == [
+        (0, 0.4),
+        (1, 1.4),
+        (2, 2.4),
+        (3, 3.2),
+        (4, 4.2),
+    ]
 
 
 def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

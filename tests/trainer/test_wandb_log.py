@@ -126,6 +126,17 @@ def test_what_it_is_sent(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
+def test_a_run_that_begins_again_sends_no_step_twice(tmp_path: Path) -> None:
+    """Stopped before its first checkpoint, it measures its step 0 again too, as `lowbit rl` does before it trains."""
+    folder = tmp_path / "run"
+    rows = [{"step": step, "loss": float(step)} for step in range(4)]
+    done = logged(folder, tmp_path, "offline", [[0, "auto", rows[:3]], [0, "auto", rows]])
+    assert "wandb: steps 0 to 2 are trained again" in done.stderr
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    assert [[row["step"] for row in history(records(file))] for file in files] == [[0, 1, 2], [3]]
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("case", ["no key", pytest.param("no network", marks=pytest.mark.exhaustive)])
 def test_it_never_stops_a_run(tmp_path: Path, case: str) -> None:
     """The real package in a process of its own: no key, and a server that refuses connections."""
