@@ -91,7 +91,6 @@ def _task() -> "Task":
     from lowbit.configs.overrides import PIPELINE
     from lowbit.configs.validate_pipeline import runs_of, validate_pipeline
     from lowbit.errors import ConfigError
-    from lowbit.trainer.files import METRICS
 
     def work(config: Any, run_dir: Path) -> object:
         from lowbit.pipeline.run import run
@@ -104,6 +103,11 @@ def _task() -> "Task":
 
         run(config, run_dir, performed)
         return ended[-1] if ended else None
+
+    def stages_in(folder: Path) -> list[Path]:
+        from lowbit.trainer.report.read import runs_in
+
+        return runs_in(folder)
 
     def check(config: Any) -> None:
         if torchrun.world() > 1:
@@ -123,5 +127,5 @@ def _task() -> "Task":
         joined=False,
         words=("pipeline",),
         runs=lambda config: list(runs_of(config).values()),
-        shown=lambda folder: [path for path in sorted(folder.glob("*")) if (path / METRICS).is_file()],
+        shown=stages_in,
     )

@@ -4,6 +4,7 @@ Run as a script by tests/cli/test_stage_sweeps.py.
 """
 
 import importlib
+import json
 import sys
 import types
 from pathlib import Path
@@ -18,7 +19,11 @@ def stage(config: Any, run_dir: Path, perform: Any = None) -> None:
     save_config(config, run_dir / "whole.yaml")
     if config.seed == 13:
         raise NonFiniteError("step 7: loss is nan")
-    folders = [run_dir / name for name in config.stages] if hasattr(config, "stages") else [run_dir]
+    folders = [run_dir]
+    if hasattr(config, "stages"):
+        folders = [run_dir / name for name in config.stages]
+        records = {name: {"folder": name} for name in config.stages}
+        (run_dir / "pipeline.json").write_text(json.dumps({"stages": records}))
     for number, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
         (folder / "metrics.jsonl").write_text(f'{{"step": {number + 1}, "tokens": 10, "loss": 2.5}}\n')

@@ -39,7 +39,7 @@ def test_sweeps_of_the_stages(tmp_path: Path) -> None:
     assert lines[0] == "lowbit: error: job 0 (seed=13 rl.algorithm=grpo): step 7: loss is nan", lines
     assert "2 of 4 jobs failed: job 0 (seed=13 rl.algorithm=grpo), job 1 (seed=13 rl.algorithm=gspo)" in lines[-1]
     rows = [line.split()[0] for line in ended["pipeline"].out.splitlines() if line[:2] in ("2/", "3/")]
-    assert rows == [f"{n}/{stage}" for n in (2, 3) for stage in ("distill", "pretrain", "rl")], "a line a stage"
+    assert rows == [f"{n}/{stage}" for n in (2, 3) for stage in ("pretrain", "distill", "rl")], "in their order"
     [sweep] = (tmp_path / "multirun" / "pipeline").iterdir()
     made = [yaml.safe_load((sweep / n / "whole.yaml").read_text()) for n in "23"]
     assert [tree["rl"]["algorithm"]["name"] for tree in made] == ["grpo", "gspo"]

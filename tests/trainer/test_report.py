@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from lowbit.cli.report import report
 from lowbit.configs.schema import OptimConfig, RunConfig
+from lowbit.configs.schema_distill import DistillLossConfig, TeacherConfig
 from lowbit.configs.stored import save_config
 from lowbit.errors import ConfigError, LowbitError
 from lowbit.trainer import report as reports
 from lowbit.trainer.report import comparison_table, draw
+from lowbit.trainer.report.compare import partial_settings
 
 
 def _run(folder: Path, lr: float, tail: str = "") -> Path:
@@ -81,6 +83,25 @@ def test_runs_of_different_commands(tmp_path: Path) -> None:
     )
     assert f"  {'x' * 31}…" in table[1] and re.fullmatch(r"\d+ more settings differ, .*", table[-1])
     assert len(table[0]) < 400
+
+
+def test_a_sweep_of_pipelines_is_compared_stage_by_stage(tmp_path: Path) -> None:
+    """What the sweep set is a column; that stages are of other commands, and begin in their own folders, is none."""
+    stages = ("pretrain", "distill", "rl")
+    for n, alpha in enumerate((0.5, 1.0)):
+        job = tmp_path / str(n)
+        write_run(job / "pretrain", pretraining(3))
+        loss, teacher = DistillLossConfig(alpha=alpha), TeacherConfig(path=str(job / "pretrain"))
+        write_run(job / "distill", pretraining(3), "distill", loss=loss, teacher=teacher)
+        write_run(job / "rl", rollouts(3), "rl", init_from=str(job / "distill"))
+        (job / "pipeline.json").write_text(json.dumps({"stages": {stage: {"folder": stage} for stage in stages}}))
+    runs = reports.read_runs([tmp_path])
+    assert [run.name for run in runs] == [f"{n}/{stage}" for n in (0, 1) for stage in stages]
+    assert reports.differing_settings(runs) == ["loss.alpha"] and partial_settings(runs) == []
+    table = comparison_table([tmp_path]).splitlines()
+    assert len(table) == 7 and table[0].endswith("loss.alpha") and [line.split()[-1] for line in table[1:]] == [
+        "-", "0.5", "-", "-", "1", "-",
+    ]  # fmt: skip
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -55,22 +55,37 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def differing_settings(runs: Sequence[Run]) -> list[str]:
-    """Keys that all runs with a configuration have, with other values, in the schema's order."""
-    configured = [run.settings for run in runs if run.settings]
-    return [
-        key
-        for key in (configured[0] if configured else ())
-        if not key.startswith(NOT_SETTINGS)
-        and all(key in settings for settings in configured)
-        and len({setting_text(settings[key]) for settings in configured}) > 1
-    ]
+    """Keys that all runs with a configuration have, with other values, in the schema's order.
+
+    Where several runs are of one command (a sweep of pipelines), runs are compared with those of their own command:
+    that pretraining is no reinforcement learning says nothing about the sweep.
+    """
+    return _keys(runs, lambda group, key: all(key in run.settings for run in group) and _values(group, key) > 1)
 
 
 def partial_settings(runs: Sequence[Run]) -> list[str]:
-    """Keys that only some of them have: of another command, another source of data."""
-    configured = [run.settings for run in runs if run.settings]
-    keys = dict.fromkeys(key for settings in configured for key in settings if not key.startswith(NOT_SETTINGS))
-    return [key for key in keys if not all(key in settings for settings in configured)]
+    """Keys that only some of them have: of another command, another source of data. Compared as above."""
+    return _keys(runs, lambda group, key: not all(key in run.settings for run in group))
+
+
+def _keys(runs: Sequence[Run], wanted: Callable[[Sequence[Run], str], bool]) -> list[str]:
+    """Keys that are wanted of some group of comparable runs, each once."""
+    configured = [run for run in runs if run.settings]
+    groups = [[run for run in configured if run.kind == kind] for kind in dict.fromkeys(run.kind for run in configured)]
+    if all(len(group) == 1 for group in groups):
+        groups = [configured]
+    found: dict[str, None] = {}
+    for group in groups:
+        keys = dict.fromkeys(key for run in group for key in run.settings if not key.startswith(NOT_SETTINGS))
+        found |= dict.fromkeys(key for key in keys if wanted(group, key))
+    return list(found)
+
+
+def _values(runs: Sequence[Run], key: str) -> int:
+    """How many different values a key has. What lies in the folder beside a run's own (the stage of a pipeline that it
+    begins from) is the same for all of them."""
+    texts = (setting_text(run.settings[key]).replace(str(run.folder.resolve().parent), "..") for run in runs)
+    return len(set(texts))
 
 
 def comparison_table(paths: Sequence[Path]) -> str:

@@ -130,7 +130,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         raise LowbitError("no run to report on: name one or more run folders")
     found: list[Path] = []
     for path in paths:
-        inside = _runs_of(path) or [run for child in sorted(path.glob("*"), key=_natural) for run in _runs_of(child)]
+        inside = runs_in(path) or [run for child in sorted(path.glob("*"), key=_natural) for run in runs_in(child)]
         if not inside:
             why = f"it has no {METRICS}, and no folder in it has one{nearest_path(str(path))}"
             raise LowbitError(f"{path} is not a run's folder: {why}")
@@ -138,7 +138,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _runs_of(path: Path) -> list[Path]:
+def runs_in(path: Path) -> list[Path]:
     """The run in a folder, or the stages of a pipeline, in their order, without those that it has put aside."""
     if (path / METRICS).is_file():
         return [path]
