@@ -120,6 +120,8 @@ class ModelConfig:
     kv_from: list[int] = field(default_factory=list)
     """Cross-layer sharing: for each layer the number of the layer whose keys and values it uses, itself or an earlier
     one that has its own. Empty: each its own. Neighbours in pairs: [0, 0, 2, 2]; an upper half's: [0, 1, 2, 2]."""
+    attention_softcap: float | None = None
+    """Attention logits become cap * tanh(logits / cap), after scaling and before masking, as in Gemma 2 (50)."""
     attention_z: float = 0.0
     """Attention Z-Reg: weight of the mean over tokens, heads and layers of logsumexp(attention logits)**2 / 2, in the
     gradient only; 1e-4 keeps the logits small. 0: none."""
@@ -134,7 +136,7 @@ class ModelConfig:
     tied_head: bool = False
     """Share the token embedding and the LM head."""
     logit_softcap: float | None = None
-    """Logits become cap * tanh(logits / cap)."""
+    """Logits of the LM head become cap * tanh(logits / cap)."""
     norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     max_sequence: int = 2048

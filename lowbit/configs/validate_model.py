@@ -16,6 +16,7 @@ MODEL_RANGES: dict[str, Range] = {
     "model.head_dim": COUNT,
     "model.mlp_width": COUNT,
     "model.logit_softcap": POSITIVE,
+    "model.attention_softcap": POSITIVE,
     "model.norm_eps": POSITIVE,
     "model.max_sequence": COUNT,
     "model.init_std": POSITIVE,
@@ -45,6 +46,7 @@ MODEL_RANGES: dict[str, Range] = {
 MODEL_EXAMPLES: dict[str, Any] = {
     "model.head_dim": 64,
     "model.logit_softcap": 30,
+    "model.attention_softcap": 50,
     "model.mup_base_width": 256,
     "model.vocab_rows": 151_936,
     "model.moe.capacity": 1.25,

@@ -38,7 +38,7 @@ class PagedCache:
         old: "PagedCache | None" = None,
     ) -> None:
         """`block`: tokens of one. `old`: a smaller cache, whose contents come first."""
-        self.block, self.codec = block, codec
+        self.block, self.codec, self.softcap = block, codec, config.attention_softcap
         layers = len(kv_owners(config))
         shape = (layers, blocks * block, config.kv_heads, head_dim_of(config))
         self.keys = torch.zeros(shape, dtype=codec.dtype, device=device)
@@ -153,11 +153,11 @@ class View:
                 self._new[layer] = new if self.cache.codec.dtype is q.dtype else self._through(new)
         if self.fresh:
             k, v = self._new[layer]
-            return attention(q, k, v, mask)
+            return attention(q, k, v, mask, softcap=self.cache.softcap)
         k, v = self.cache.gather(layer, self.table, q.dtype)
         if q.is_cuda and k.shape[1] != q.shape[1]:  # no fast kernel takes both a mask and grouped heads
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        return attention(q, k, v, mask)
+        return attention(q, k, v, mask, softcap=self.cache.softcap)
 
     def _through(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self.cache.codec.through(new[0]), self.cache.codec.through(new[1])
@@ -184,7 +184,7 @@ class View:
     def _decode(self, layer: int, q: Tensor, window: int) -> Tensor:
         cache = self.cache
         out: Tensor = kernels.decode(
-            q, cache.memory(layer), self.table, self.start, cache.block, window, cache.codec.largest
+            q, cache.memory(layer), self.table, self.start, cache.block, window, cache.codec.largest, cache.softcap
         )
         return out
 

@@ -3,7 +3,7 @@
 Plain causal attention (`mask` None) is SDPA: on a GPU cuDNN first, then flash (H200, B4 H16 T4096 D128: cuDNN 589
 TFLOP/s forward, flash 275); cuDNN's backward is not bitwise reproducible, and PyTorch itself passes over it where
 deterministic algorithms are asked for. Documents and other visibilities are a dense bool mask on the CPU and
-FlexAttention on a GPU.
+FlexAttention on a GPU. Capped logits are FlexAttention's on a GPU, too, and written out elsewhere (models/capped.py).
 
 FlexAttention skips blocks of the score matrix, and wants to be told which. Evaluating the rule on all T^2 pairs
 would cost more than it saves; but start and limit are intervals, so their extremes over each block of B keys decide:
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from lowbit.errors import DataError
+from lowbit.models.capped import written_out
 from lowbit.models.visibility import Visibility, causal
 
 AttentionMask = Tensor | BlockMask | None
@@ -35,7 +36,12 @@ _PREFERRED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend
 
 
 def prepare_mask(
-    visibility: Visibility | None, batch: int, length: int, device: torch.device | str, window: int | None = None
+    visibility: Visibility | None,
+    batch: int,
+    length: int,
+    device: torch.device | str,
+    window: int | None = None,
+    capped: bool = False,
 ) -> AttentionMask:
     """What `attention` needs to know of a batch's visibility; built once a batch and shared by all layers of a kind.
 
@@ -43,6 +49,7 @@ def prepare_mask(
         visibility: None for plain causal, which a rule on the CPU may turn out to be. batch, length: shape [B, T] of
             the tokens. device: where attention runs.
         window: of a local layer, in positions; None for a global one.
+        capped: logits are, so that plain causal attention is FlexAttention's, too.
 
     Raises:
         DataError: the visibility has another shape; or its values are on the CPU, where they can be read without
@@ -50,8 +57,10 @@ def prepare_mask(
     """
     if window is not None and window >= length:
         window = None
+    on_gpu = torch.device(device).type == "cuda"
+    needed = window is not None or (capped and on_gpu)
     if visibility is None:
-        if window is None:
+        if not needed:
             return None
         visibility = causal(1, length, device).expand(batch)
     if visibility.start.shape != (batch, length):
@@ -61,10 +70,10 @@ def prepare_mask(
         )
     if visibility.start.device.type == "cpu":
         visibility.validate()
-        if window is None and visibility.is_causal():
+        if not needed and visibility.is_causal():
             return None
     visibility = visibility.to(device, non_blocking=True)
-    if visibility.start.device.type == "cuda":
+    if on_gpu:
         return block_mask(visibility, window)
     return dense_mask(visibility, window)
 
@@ -144,29 +153,54 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return count[:, None], index[:, None].contiguous()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None = None, softcap: float | None = None
+) -> Tensor:
     """softmax(q k^T * scale + mask) v, with the heads of k and v shared by groups of query heads.
 
     Args:
         q: [B, H, T, D]. k, v: [B, Hkv, S, D], Hkv dividing H. mask: of `prepare_mask` or `cached_mask`.
-        scale: 1 / sqrt(D) when None.
+        scale: 1 / sqrt(D) when None. softcap: logits become cap * tanh(logits / cap).
 
     Returns:
         [B, H, T, D].
     """
-    grouped = k.shape[1] != q.shape[1]
     if isinstance(mask, BlockMask):
-        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
-        # Left to itself it takes a kernel for decoding where there are fewer than 128 queries, and may find none.
-        out = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped, kernel_options={"BACKEND": "TRITON"})
-        assert isinstance(out, Tensor)
-        return out
+        return flex_with_z(q, k, v, mask, scale, softcap)[0]
+    if softcap is not None:
+        return written_out(q, k, v, mask, scale or q.shape[-1] ** -0.5, softcap)[0]
+    grouped = k.shape[1] != q.shape[1]
     if q.device.type == "cuda" and mask is None:
         with sdpa_kernel(_PREFERRED, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
+
+
+def flex_with_z(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """FlexAttention, and the logsumexp z [B, H, T], FP32, of each query's visible logits. Both are differentiable."""
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
+    out, more = flex(
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else capped,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=k.shape[1] != q.shape[1],
+        return_aux=AuxRequest(lse=True),
+        # Left to itself it takes a kernel for decoding where there are fewer than 128 queries, and may find none.
+        kernel_options={"BACKEND": "TRITON"},
+    )
+    return out, more.lse
 
 
 @cache

@@ -6,9 +6,10 @@ at 64. Only the gradient is ever computed: with g_i = dL/dz_i it is
 
     dS_ij += g_i P_ij,   so   dS = P * (dO V^T - D + g)   with   D_i = sum_d dO_id O_id
 
-FlexAttention's logsumexp is differentiable. The other kernels know no g, but do know V, O and dO: one more column, 1 in
-V, 0 in O and g in dO, adds g_i * 1 to (dO V^T)_ij and nothing to D_i. So the forward pass runs as always and only the
-backward call sees the wider tensors, eight columns wider for the kernels' alignment. Logits are never materialised.
+FlexAttention's logsumexp is differentiable, with capped logits, too: z is then theirs. The other kernels know no g, but
+do know V, O and dO: one more column, 1 in V, 0 in O and g in dO, adds g_i * 1 to (dO V^T)_ij and nothing to D_i. So the
+forward pass runs as always and only the backward call sees the wider tensors, eight columns wider for the kernels'
+alignment. Logits are never materialised.
 """
 
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
-from lowbit.models.attention import AttentionMask, compiled_flex
+from lowbit.models.attention import AttentionMask, flex_with_z
+from lowbit.models.capped import written_out
 
 COLUMNS = 8
 """Columns added in the backward call: one would do, kernels want multiples of eight."""
@@ -28,14 +30,13 @@ _aten = torch.ops.aten
 
 
 def attention_with_z(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None = None, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `attention`, and z [B, H, T], FP32: the logsumexp of each query's visible logits. Both are differentiable."""
     if isinstance(mask, BlockMask):
-        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
-        grouped = k.shape[1] != q.shape[1]
-        out, z = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped, return_lse=True)
-        return out, z
+        return flex_with_z(q, k, v, mask, scale, softcap)
+    if softcap is not None:  # the added column knows the slope of the softmax alone, not that of the cap
+        return written_out(q, k, v, mask, scale or q.shape[-1] ** -0.5, softcap)
     share = q.shape[1] // k.shape[1]
     if share > 1:  # these kernels want as many heads of k and v as of q
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)

@@ -79,6 +79,7 @@ class Attention(nn.Module):
         q_width, k_width = (self.head_dim * (heads if together else 1) for heads in (config.heads, config.kv_heads))
         self.q_norm = RMSNorm(q_width, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(k_width, config.norm_eps) if config.qk_norm and not self.borrows else None
+        self.softcap = config.attention_softcap
         self.z_weight = config.attention_z / (2 * config.heads * config.layers)
 
     def queries(self, x: Tensor, rope: Rope) -> Tensor:
@@ -115,11 +116,11 @@ class Attention(nn.Module):
             q, k, v = self.project(x, rope)
         loss = statistics = None
         if self.z_weight:
-            y, z = attention_with_z(q, k, v, mask)
+            y, z = attention_with_z(q, k, v, mask, softcap=self.softcap)
             loss = self.z_weight * z.square().sum(1).mean()
             statistics = torch.stack((z.mean(), z.amax())).detach()
         else:
-            y = attention(q, k, v, mask)
+            y = attention(q, k, v, mask, softcap=self.softcap)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return AttentionOutput(out, (k, v) if self.lends else None, loss, statistics)
 

@@ -40,13 +40,14 @@ def softmax_saturation(
     rope = model.rope(rule.position)
     x = model.embed(tokens)
     shares = []
+    softcap = model.config.attention_softcap
     kept: dict[int, KV] = {}
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
         window, source = window_of(model.config, layer) or None, kv_source(model.config, layer)
         visible = dense_mask(rule, window)  # [B, 1, T, T]
         counted = visible.sum(-1) > 1  # [B, 1, T]
-        mask = prepare_mask(visibility, batch, length, tokens.device, window)
+        mask = prepare_mask(visibility, batch, length, tokens.device, window, softcap is not None)
         borrowed = kept[source] if source != layer else None
         before = x if block.norms_after else block.attention_norm(x)
         if borrowed is None:
@@ -55,7 +56,7 @@ def softmax_saturation(
             q, k = block.attention.queries(before, rope), borrowed[0]
         saturated = torch.zeros((), device=x.device)
         for row in range(batch):
-            greatest = _greatest_weight(q[row].float(), k[row].float(), visible[row])  # [H, T]
+            greatest = _greatest_weight(q[row].float(), k[row].float(), visible[row], softcap)  # [H, T]
             saturated += ((greatest > threshold) & counted[row]).sum()
         shares.append(saturated / (counted.sum() * q.shape[1]).clamp(min=1))
         out = block.forward(x, mask, rope, borrowed)
@@ -65,13 +66,16 @@ def softmax_saturation(
     return [float(share) for share in torch.stack(shares).cpu()]
 
 
-def _greatest_weight(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+def _greatest_weight(q: Tensor, k: Tensor, visible: Tensor, softcap: float | None) -> Tensor:
     """Largest softmax weight of each query: q [H, T, D], k [Hkv, T, D], visible bool [1, T, T] -> [H, T]."""
     k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
     at_once = max(1, SCORES // (q.shape[0] * q.shape[1]))
     greatest = []
     for begin in range(0, q.shape[1], at_once):
         queries = slice(begin, begin + at_once)
-        scores = (q[:, queries] @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~visible[:, queries], -math.inf)
+        scores = q[:, queries] @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible[:, queries], -math.inf)
         greatest.append(torch.exp(scores.amax(-1) - scores.logsumexp(-1)))
     return torch.cat(greatest, dim=1)

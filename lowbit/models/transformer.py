@@ -128,7 +128,8 @@ class Transformer(nn.Module):
             if cache is not None:
                 masks[window] = cache.mask(length, window or None)
             else:
-                masks[window] = prepare_mask(visibility, batch, length, device, window or None)
+                capped = self.config.attention_softcap is not None
+                masks[window] = prepare_mask(visibility, batch, length, device, window or None, capped)
         if cache is not None:
             position = cache.positions(length)
         else:

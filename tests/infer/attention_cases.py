@@ -17,9 +17,13 @@ from lowbit.models.attention import attention, cached_mask
 
 ROWS = (0, 1, 15, 16, 63, 255, 256, 300)
 """Tokens before the new one."""
+CASES = ((1, 0, 16, None), (4, 7, 64, 1.5), (3, 300, 32, None), (2, 0, 32, 30.0))
+"""Query heads to a head of keys, window, tokens of a block, cap of the logits."""
 
 
-def compare(fmt: KvFormat, dtype: torch.dtype, group: int, window: int, block: int, device: str) -> None:
+def compare(
+    fmt: KvFormat, dtype: torch.dtype, group: int, window: int, block: int, device: str, softcap: float | None
+) -> None:
     """Write a token of each row and attend to it and what is before it, in scattered blocks; both ways."""
     heads, dim = 2, 32
     config = ModelConfig(layers=1, width=dim * heads * group, heads=heads * group, kv_heads=heads, max_sequence=512)
@@ -41,7 +45,7 @@ def compare(fmt: KvFormat, dtype: torch.dtype, group: int, window: int, block: i
 
     memory = (ours.keys[0], ours.values[0], ours.key_scales[0], ours.value_scales[0])
     store(k[:, :, 0], v[:, :, 0], memory, slots, codec.largest)
-    got = decode(q[:, :, 0], memory, table, start, block, window, codec.largest)
+    got = decode(q[:, :, 0], memory, table, start, block, window, codec.largest, softcap)
 
     theirs.store(0, slots, k[:, :, 0], v[:, :, 0])
     for mine, its in zip((ours.keys, ours.values), (theirs.keys, theirs.values), strict=True):
@@ -49,7 +53,7 @@ def compare(fmt: KvFormat, dtype: torch.dtype, group: int, window: int, block: i
     assert torch.equal(ours.key_scales, theirs.key_scales) and torch.equal(ours.value_scales, theirs.value_scales)
     mask = cached_mask(start, 1, width * block, window or None)
     keys, values = (x.repeat_interleave(group, 1) for x in theirs.gather(0, table.contiguous(), torch.float32))
-    expected = attention(q.float(), keys, values, mask)[:, :, 0]
+    expected = attention(q.float(), keys, values, mask, softcap=softcap)[:, :, 0]
     bound = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, rtol=bound, atol=bound)
 
@@ -70,6 +74,6 @@ def mend_interpreter() -> None:
 if __name__ == "__main__":
     mend_interpreter()
     formats = [KvFormat(name) for name in sys.argv[1:]]
-    for fmt, (group, window, block) in itertools.product(formats, ((1, 0, 16), (4, 7, 64), (3, 300, 32))):
-        compare(fmt, torch.float32, group, window, block, "cpu")
-        print(fmt, group, window, block)
+    for fmt, (group, window, block, softcap) in itertools.product(formats, CASES):
+        compare(fmt, torch.float32, group, window, block, "cpu", softcap)
+        print(fmt, group, window, block, softcap)

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "shared local": {"kv_from": [0, 0, 2], "windows": [5, 0, 2]},
     "experts": {"moe": MoeConfig(experts=4, expert_width=16)},
     "softcap": {"logit_softcap": 2.0},
+    "attention softcap": {"attention_softcap": 0.7, "windows": [6, 0], "kv_from": [0, 0, 2]},
     "one key": {"kv_heads": 1, "tied_head": True},
 }
 

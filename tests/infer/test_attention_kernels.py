@@ -15,13 +15,17 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("group", "window", "block"), [(1, 0, 16), (4, 7, 64), (3, 300, 32)])
+@pytest.mark.parametrize(
+    ("group", "window", "block", "softcap"), [(1, 0, 16, None), (4, 7, 64, 1.5), (3, 300, 32, None), (2, 0, 32, 30.0)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fmt", list(KvFormat))
-def test_on_a_gpu(fmt: KvFormat, dtype: torch.dtype, group: int, window: int, block: int) -> None:
+def test_on_a_gpu(
+    fmt: KvFormat, dtype: torch.dtype, group: int, window: int, block: int, softcap: float | None
+) -> None:
     from attention_cases import compare
 
-    compare(fmt, dtype, group, window, block, "cuda")
+    compare(fmt, dtype, group, window, block, "cuda", softcap)
 
 
 @pytest.mark.slow
@@ -33,4 +37,4 @@ def test_in_the_interpreter(fmt: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, script, fmt], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 3
+    assert len(done.stdout.splitlines()) == 4

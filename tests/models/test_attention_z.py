@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lowbit.configs.schema import ModelConfig, Recompute
 from lowbit.models import attention_z
-from lowbit.models.attention import block_mask, dense_mask, prepare_mask
+from lowbit.models.attention import block_mask, dense_mask, flex_with_z, prepare_mask
 from lowbit.models.attention_z import attention_with_z
 from lowbit.models.lm_head import lm_head_loss
 from lowbit.models.transformer import Transformer
@@ -55,12 +55,13 @@ def test_the_same_on_a_gpu(packed: bool, dim: int) -> None:
     _check("cuda", torch.bfloat16, 512, dim, packed, 0.02)
 
 
-def test_flex_attention_has_the_same_logsumexp() -> None:
+def test_flex_attention_has_the_same_logsumexp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowbit.models.attention.compiled_flex", lambda: flex_attention)
     q, k, v = (t.detach() for t in _inputs(length=256))
     rule = documents(torch.rand(2, 256) < 0.02)
     with torch.no_grad():
         out, z = attention_with_z(q, k, v, prepare_mask(rule, 2, 256, "cpu"))
-        flex_out, flex_z = flex_attention(q, k, v, block_mask=block_mask(rule), enable_gqa=True, return_lse=True)
+        flex_out, flex_z = flex_with_z(q, k, v, block_mask(rule), None, None)
     torch.testing.assert_close(flex_out, out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(flex_z, z, rtol=1e-4, atol=1e-5)  # natural logarithm
 
@@ -97,10 +98,11 @@ def test_the_gradient_of_z_squared_matches_finite_differences() -> None:
             assert float(grad[place]) == pytest.approx(slope, rel=1e-4, abs=1e-5)
 
 
-def test_a_model_gets_the_gradient_of_the_stated_term() -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_a_model_gets_the_gradient_of_the_stated_term(softcap: float | None) -> None:
     """lambda / (2 H L) * mean over tokens of the sum over heads and layers of z^2, with logits written out."""
     weight = 0.7
-    model, written = _model(weight), _model(0.0)
+    model, written = _model(weight, attention_softcap=softcap), _model(0.0, attention_softcap=softcap)
     model(_tokens())
     auxiliary, measured = model.take_auxiliary(), model.take_measured()
     assert auxiliary is not None and measured is not None and measured.z is not None
@@ -110,6 +112,8 @@ def test_a_model_gets_the_gradient_of_the_stated_term() -> None:
     for layer, block in enumerate(written.blocks):
         q, k, _ = block.attention.project(block.attention_norm(x), rope)  # type: ignore[union-attr, operator]
         scores = q @ k.repeat_interleave(2, dim=1).mT * 8**-0.5
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
         z = scores.masked_fill(~dense_mask(causal(2, 19)), float("-inf")).logsumexp(-1)
         total = total + z.square().sum(1).mean()
         torch.testing.assert_close(measured.z[layer], torch.stack((z.mean(), z.max())).detach(), rtol=1e-4, atol=0)
@@ -166,13 +170,14 @@ def test_logits_grow_without_it_and_stay_bounded_with_it() -> None:
     assert greatest[1e-4] < greatest[0.0] / 3 and greatest[1e-2] < 15, greatest
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("packed", [False, True])
-def test_it_compiles_whole(packed: bool) -> None:
+def test_it_compiles_whole(packed: bool, softcap: float | None) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    plain, model = _model(0.5, layers=10), _model(0.5, layers=10)
+    plain, model = (_model(0.5, layers=10, attention_softcap=softcap) for _ in range(2))
     for block in model.blocks:
         block.compile(fullgraph=True, dynamic=False, backend=counter)
     rule = documents(torch.arange(38).view(2, 19) % 7 == 0) if packed else None

@@ -68,7 +68,8 @@ def _reference(model: Transformer, tokens: Tensor, rule: Visibility) -> Tensor:
             assert attention.k is None and attention.v is None and attention.k_norm is None
             kept.append(kept[source])
         k, v = (t.repeat_interleave(2, dim=1) for t in kept[layer])
-        weights = (q @ k.mT * 8**-0.5).masked_fill(~mask, float("-inf")).softmax(-1)
+        logits, cap = q @ k.mT * 8**-0.5, model.config.attention_softcap
+        weights = (logits if cap is None else cap * (logits / cap).tanh()).masked_fill(~mask, float("-inf")).softmax(-1)
         x = x + (weights @ v).transpose(1, 2).flatten(2) @ attention.out.weight.t()
         normed = _norm(block.mlp_norm, x)
         gate, up = normed @ block.mlp.gate.weight.t(), normed @ block.mlp.up.weight.t()
@@ -86,6 +87,7 @@ LAYOUTS = {
     "shared": {"kv_from": SHARED},
     "one for an upper half": {"kv_from": [0, 1, 1, 1]},
     "both": {"kv_from": SHARED, "windows": [3, 6, 0, 2]},
+    "both, capped": {"kv_from": SHARED, "windows": [3, 6, 0, 2], "attention_softcap": 0.5},
 }
 
 

@@ -310,6 +310,7 @@ def test_frozen_weights_hold_rounded_copies_until_the_end() -> None:
         ({"max_sequence": 0}, "model.max_sequence=0"),
         ({"vocab_multiple": 0}, "model.vocab_multiple=0"),
         ({"logit_softcap": 0.0}, "model.logit_softcap=0"),
+        ({"attention_softcap": 0.0}, "model.attention_softcap=0"),
         ({"init_std": 0.0}, "model.init_std=0.0"),
         ({"rope": RopeConfig(theta=0.5)}, "model.rope.theta=0.5"),
     ],

@@ -51,6 +51,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "windows": [4, 4, 0],
         "kv_from": [0, 0, 2],
         "attention_z": 1e-4,
+        "attention_softcap": 20.0,
         "tied_head": True,
         "mup_base_width": 32,
     },

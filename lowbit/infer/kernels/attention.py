@@ -81,6 +81,7 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     q_row, q_head, table_row, start_row, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     row, head, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(start + row * start_row).to(tl.int32) + 1
@@ -107,6 +108,8 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
         score = tl.dot(query, key.to(tl.float32).to(query.dtype), input_precision="ieee") * scale
         if SCALED:
             score = score * tl.load(key_scales + place, mask=seen, other=0.0)[None, :]
+        if CAP > 0:  # CAP * tanh(score / CAP)
+            score = CAP - 2.0 * CAP / (1.0 + tl.exp2(score * (2.0 * LOG2_E / CAP)))
         score = tl.where(seen[None, :], score * LOG2_E, float("-inf"))
         now = tl.maximum(most, tl.max(score, axis=1))
         safe = tl.where(now == float("-inf"), 0.0, now)
@@ -155,13 +158,21 @@ def _join_kernel(  # type: ignore[no-untyped-def]
 
 
 def decode(
-    q: Tensor, memory: Memory, table: Tensor, start: Tensor, block: int, window: int, largest: float | None
+    q: Tensor,
+    memory: Memory,
+    table: Tensor,
+    start: Tensor,
+    block: int,
+    window: int,
+    largest: float | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """q [R, H, D], one token of each row, over the row's own keys, the token's included -> [R, H, D].
 
     Args:
         memory: of one layer. table: int64 [R, n], any row stride. start: int64 [R], any stride, tokens before this one.
         block: tokens of a block. window: tokens that are seen, 0 for all. largest: of a code; None: no codes.
+        softcap: scores become cap * tanh(scores / cap).
     """
     keys, values, key_scales, value_scales = memory
     rows, heads, dim = q.shape
@@ -177,6 +188,7 @@ def decode(
         q.stride(0), q.stride(1), table.stride(0), start.stride(0), 1 / math.sqrt(dim),
         HEADS=shared, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), D=dim, BLOCK=block,
         TILE=128 if dim <= 64 else 64, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, SCALED=largest is not None,
+        CAP=softcap or 0.0,
         num_warps=4,
     )  # fmt: skip
     if pieces == 1:

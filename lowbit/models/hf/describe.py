@@ -18,6 +18,8 @@ def family_of(config: ModelConfig) -> Family:
         raise _no_family(f"model.mlp={config.mlp}", "only swiglu networks have one")
     if config.logit_softcap is not None:
         raise _no_family(f"model.logit_softcap={config.logit_softcap}", "none of ours caps its logits")
+    if config.attention_softcap is not None:
+        raise _no_family(f"model.attention_softcap={config.attention_softcap}", "none of ours caps attention's logits")
     if len(kv_owners(config)) < config.layers:
         raise _no_family(f"model.kv_from={config.kv_from}", "none of ours shares keys and values between layers")
     family = _moe_family(config) if config.moe.experts else _dense_family(config)

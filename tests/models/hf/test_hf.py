@@ -359,6 +359,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
         ({"moe": MoeConfig(experts=4, gate=GateKind.sigmoid, shared=1), "qk_norm": False}, "model.moe.gate=sigmoid"),
         ({"moe": MoeConfig(experts=4, first_dense=1), "qk_norm": False}, "a mixture of experts with these norms"),
         ({"logit_softcap": 30.0}, "model.logit_softcap=30.0"),
+        ({"attention_softcap": 50.0}, "model.attention_softcap=50.0"),
         ({"qk_norm": True, "qk_norm_scope": QkNormScope.layer}, "model.qk_norm_scope=layer"),
         ({"norm_placement": NormPlacement.after, "qk_norm": False}, "norm_placement=after with model.qk_norm=false"),
         ({"width": 36, "heads": 8, "kv_heads": 8, "head_dim": 8, "qk_norm": False}, "model.heads=8 of model.width=36"),
