@@ -146,6 +146,7 @@ def apply_policy(
             low = LowbitGroupedLinear.of(linear, first, keys_of(word, name, linear.experts).to(device_), clock, name)
         else:
             low = kind.of(linear, first, make_key(word, name).to(device_), clock, name)
+            low.phases = tuple(dict.fromkeys(policies[name] for policies, _ in phases))
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, low)
     return report(phases[0][0], dtype, device, plain, phases[0][1])

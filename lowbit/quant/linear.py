@@ -111,6 +111,8 @@ class LowbitLinear(Linear):
 
     def _attach(self, policy: LinearPolicy, key: Tensor, clock: Tensor) -> None:
         self.policy = policy
+        self.phases: tuple[LinearPolicy, ...] = (policy,)
+        """Every policy that its run may give it, the present one among them."""
         self.frozen_scale: Tensor | None = None
         """Of the factor `frozen`: FP32 [1, 1] or [out, 1]."""
         self.frozen_signs: Tensor | None = None

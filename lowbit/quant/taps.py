@@ -36,9 +36,10 @@ def listening(
         together = [layer, *(o for o in others if isinstance(o, LowbitLinear) and layer.computes_as(o))]
         if len(together) <= len(others):  # each was called on its own, and has told
             return outputs
-        on_input([names[member] for member in together], x.detach())
+        if heard := [names[member] for member in together if member in names]:
+            on_input(heard, x.detach())
         for member, y in zip(together, outputs, strict=True):
-            if on_gradient is not None and y.requires_grad:
+            if on_gradient is not None and member in names and y.requires_grad:
                 y.register_hook(partial(on_gradient, names[member]))  # type: ignore[no-untyped-call]
         return outputs
 

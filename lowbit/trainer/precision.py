@@ -42,20 +42,25 @@ from lowbit.quant.stabilisers.masters import block_counts
 from lowbit.quant.stages import PrecisionPolicy, Stage, StagePolicy, describe, resolve
 from lowbit.trainer.hardware import compute_dtype, device_name, fast_bf16
 from lowbit.trainer.schedule import decaying
+from lowbit.trainer.stabilise import Stabilisers
 
 logger = logging.getLogger("lowbit")
 
 
 def check_precision(config: RunConfig) -> None:
-    """Raise ConfigError for names and formats that do not exist, and rules and shapes that do not fit the model."""
+    """Raise ConfigError for names and formats that do not exist, rules and shapes that do not fit the model, and
+    stabilisers that would find nothing to do in any phase of the run, or could not do it in one."""
     policy = resolve(config.precision)
     if config.precision.backend is MatrixBackend.te and config.engine.compile is not CompileMode.off:
         raise ConfigError("precision.backend=te: Transformer Engine's layers run uncompiled: set engine.compile=off")
-    layers = candidates(_on_meta(config, torch.float32))
+    model = _on_meta(config, torch.float32)
+    layers = candidates(model)
     for stage in Stage:
         phases = [assign(phase, layers) for phase in policy.phases(stage)]
         if stage is Stage.training:
             _check_stabilisers(config.precision, layers, phases)
+    apply_policy(model, policy, seed=0)
+    Stabilisers(config.precision, model)
 
 
 def _check_stabilisers(

@@ -33,7 +33,7 @@ from lowbit.quant.apply import candidates, lowbit_layers
 from lowbit.quant.grouped import LowbitGroupedLinear
 from lowbit.quant.report import collapse
 from lowbit.quant.stabilisers.clamp import Clamp, Site, install
-from lowbit.quant.stabilisers.masters import Master, weight_spec, whole_masters
+from lowbit.quant.stabilisers.masters import Master, weight_specs, whole_masters
 from lowbit.quant.stabilisers.oscireset import OsciReset
 from lowbit.quant.stabilisers.outcontrol import OutControl
 from lowbit.quant.statistics import as_row, means, measuring, weight_statistics
@@ -61,8 +61,10 @@ class Stabilisers:
         self._ranks = ALONE if engine is None else engine.ranks
         self.outcontrol = OutControl(wanted.outcontrol, self._layers, self._sum) if wanted.outcontrol.enabled else None
         self.clamp = Clamp(wanted.clamp, _clamp_sites(model)) if wanted.clamp.enabled else None
-        self.oscireset = OsciReset(wanted.oscireset, self._masters, self._sum) if wanted.oscireset.enabled else None
-        if self.oscireset is not None and not any(weight_spec(master) for master in whole_masters(model)):
+        self.oscireset = None
+        if wanted.oscireset.enabled:
+            self.oscireset = OsciReset(wanted.oscireset, self._masters, self._sum, self.outcontrol is not None)
+        if self.oscireset is not None and not any(map(weight_specs, whole_masters(model))):
             raise ConfigError(
                 "precision.stabilisers.oscireset.enabled=true: no layer's forward product quantises its weight: "
                 "precision=nvfp4 would work"
@@ -119,7 +121,8 @@ class Stabilisers:
         settings = self._config.statistics
         if settings.every_steps and step % settings.every_steps == 0:
             self._row = self._statistics(batches[0].head(settings.sequences), loss, valid)
-            logger.info("%s", describe(step, self._row))
+            if self._row:  # none while no layer quantises anything
+                logger.info("%s", describe(step, self._row))
 
     def after_step(self, step: int, progress: float) -> dict[str, float]:
         """Optimizer step `step` has been taken, and `progress` of the run is done; metrics that are new, if any."""

@@ -1,5 +1,6 @@
 """OsciReset against the published procedure written as plain loops in FP64, step by step."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -415,7 +416,7 @@ def test_windows_of_shards_travel_whole(spec: QuantSpec) -> None:
         if t == 13:
             slots = [rank.shard_slots() for rank in ranks]
             state = ranks[0].state_tensors(windows=False)
-            assert state.keys() == {"started"}
+            assert state.keys() == {"started", "up.weight.format"}
             gathered = {slot: torch.cat([s[slot]["up.weight"] for s in slots]) for slot in slots[0]}
             parts = shards_of(sharded, then)
             ranks = [OsciReset(CONFIG, lambda part=part: [part]) for part in parts]
@@ -487,6 +488,47 @@ def test_layers_in_bf16_are_left_alone_and_a_switch_ends_their_windows() -> None
     layer.policy = policy_of(None)
     assert ours.after_step(11, 0.0) == {}
     assert ours.state_tensors().keys() == {"started"}
+
+
+@pytest.mark.parametrize("detector", OsciDetector)
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations((S.NVFP4_POW2_46, S.NVFP4_POW2, S.MXFP8), 2)))
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_switch_of_formats_is_no_oscillation(
+    before: QuantSpec, after: QuantSpec, detector: OsciDetector, resumed: bool
+) -> None:
+    """It moves every quantised value once, in a window that is open, while weights hardly move."""
+    layer = layer_of(before)
+    layer.phases = (policy_of(before), policy_of(after))
+    masters = [Master("up.weight", layer.weight.detach(), layer)]
+    config = replace(CONFIG, detector=detector)
+    ours = OsciReset(config, lambda: masters)
+    for t in range(10, 31):
+        layer.weight.detach().mul_(1 + 1e-6)
+        if t == 13:
+            layer.policy = policy_of(after)
+            if resumed:
+                state = {name: tensor.clone() for name, tensor in ours.state_tensors().items()}
+                ours = OsciReset(config, lambda: masters)
+                ours.load_state_tensors(state)
+        wanted = layer.weight.detach().clone()
+        assert ours.after_step(t, 0.0).get("quant/reset_share", 0.0) == 0.0
+        assert torch.equal(layer.weight, wanted)
+        assert any(key.endswith(".moved") for key in ours.state_tensors()) == (t <= 12 or 20 <= t < 26 or t == 30), t
+
+
+def test_shards_and_grids_of_every_phase_are_looked_at_in_the_beginning() -> None:
+    layer = layer_of(S.NVFP4_POW2)
+    layer.phases = (policy_of(None), policy_of(S.NVFP4_POW2), policy_of(S.NVFP4))
+    layer.policy = policy_of(None)
+    with pytest.raises(ConfigError, match="NVFP4 has one scale for the whole weight"):
+        OsciReset(CONFIG, lambda: shards_of(layer, [1024]))
+    layer.phases = layer.phases[:2]
+    OsciReset(CONFIG, lambda: shards_of(layer, [128]))
+    with pytest.raises(ConfigError, match="OutControl needs shards of whole rows"):
+        OsciReset(CONFIG, lambda: shards_of(layer, [128]), retaining=True)
+    layer.phases = (policy_of(None), LinearPolicy(ProductPolicy(Operand(), Operand(S.NVFP4_POW2_SR))))
+    with pytest.raises(ConfigError, match="is stochastic"):
+        OsciReset(CONFIG, lambda: [Master("up.weight", layer.weight.detach(), layer)])
 
 
 @pytest.mark.parametrize("spec", [S.NVFP4_POW2_46, S.NVFP4_46, S.MXFP8])

@@ -319,12 +319,12 @@ def test_oscireset_leaves_retained_channels_alone() -> None:
 
 def test_oscireset_of_shards_needs_whole_rows_with_it() -> None:
     layer = layer_of(LinearPolicy(pair(S.NVFP4_POW2)))
-    layer.retained = RetainedChannels(torch.randperm(256), 26)
     flat = layer.weight.detach().view(-1)
     config = OsciResetConfig(enabled=True)
-    OsciReset(config, lambda: [Master("up.weight", flat[:512], layer)])
+    OsciReset(config, lambda: [Master("up.weight", flat[:512], layer)], retaining=True)
+    OsciReset(config, lambda: [Master("up.weight", flat[:128], layer)])
     with pytest.raises(ConfigError, match=r"OutControl needs shards of whole rows.*engine\.zero_stage=0"):
-        OsciReset(config, lambda: [Master("up.weight", flat[:128], layer)])
+        OsciReset(config, lambda: [Master("up.weight", flat[:128], layer)], retaining=True)
 
 
 def test_statistics_are_those_of_the_ordinary_channels() -> None:

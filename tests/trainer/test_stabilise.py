@@ -21,8 +21,11 @@ from lowbit.configs.schema import (
     OsciDetector,
     OsciResetConfig,
     OutControlConfig,
+    PolicyConfig,
     PrecisionConfig,
+    PrecisionRule,
     PrecisionSwitch,
+    ProductConfig,
     Recompute,
     RunConfig,
     StabiliserConfig,
@@ -229,6 +232,75 @@ def test_a_switch_to_bf16_ends_both_and_can_be_resumed(
     assert load_run(tmp_path / "cut").step == 8
 
 
+# Switches ----------------------------------------------------------------------------------------------------------
+
+LEG = [PrecisionSwitch(at_step=3, forward="nvfp4", backward="nvfp4")]
+INT8_LEG = [PrecisionSwitch(at_step=3, forward="int8")]
+
+
+@pytest.mark.parametrize("name", ["oscireset", "hysteresis", "outcontrol", "clamp", "statistics"])
+def test_a_run_that_begins_in_bf16_has_its_stabilisers_when_a_switch_gives_them_something_to_do(
+    small: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As `nvfp4_leg` and `stages` do. Until the switch the run is one without them; resumes on both sides of it change
+    no bit."""
+    wanted: dict[str, Any] = {
+        "oscireset": {"osci": OSCI, "switch": LEG},
+        "hysteresis": {"osci": replace(OSCI, hysteresis=0.2), "switch": LEG},
+        "outcontrol": {"out": replace(OUT, steps=3), "switch": LEG},
+        "clamp": {"clamp": ClampConfig(enabled=True), "switch": INT8_LEG},
+        "statistics": {"statistics": StatisticsConfig(every_steps=2), "switch": LEG},
+    }
+    small = replace(small, model=replace(small.model, mlp=MlpKind.relu2))
+    config = replace(small, precision=precision("bf16", **wanted[name]))
+    without = replace(small, precision=precision("bf16", switch=wanted[name]["switch"]))
+    pretrain(config, tmp_path / "whole")
+    pretrain(without, tmp_path / "without")
+    for step in range(1, 9):
+        left, right = (tiny_runs.tensors(tmp_path / folder, step) for folder in ("without", "whole"))
+        changed = differing(left, {key: t for key, t in right.items() if not key.startswith("stabilisers/")})
+        first = {"oscireset": 7, "hysteresis": 5, "outcontrol": 5, "clamp": 4, "statistics": 9}[name]
+        assert not changed if step < first else changed or (name == "hysteresis" and step < 8), step
+    found = [row["step"] for row in tiny_runs.rows(tmp_path / "whole") if any(k.startswith("quant/") for k in row)]
+    assert found == {"oscireset": [7], "hysteresis": [7], "statistics": [4, 6, 8]}.get(name, [])
+    for cut in (2, 5):
+        tiny_runs.crash_after(cut, config, tmp_path / f"cut{cut}", monkeypatch)
+        pretrain(config, tmp_path / f"cut{cut}")
+        ends = [tiny_runs.tensors(tmp_path / folder, 8) for folder in ("whole", f"cut{cut}")]
+        assert differing(*ends) == []
+    assert load_run(tmp_path / "whole").step == 8
+
+
+@pytest.mark.parametrize(
+    ("product", "stabilisers", "why"),
+    [
+        (ProductConfig("NVFP4_POW2_SR", "NVFP4_POW2_SR"), StabiliserConfig(oscireset=OSCI), "is stochastic"),
+        (ProductConfig("NVFP4_POW2", "NVFP4_POW2", 16), StabiliserConfig(oscireset=OSCI), "is rotated"),
+        (ProductConfig("NVFP4_POW2", "NVFP4_POW2", 16), StabiliserConfig(outcontrol=OUT), "both deal with outliers"),
+    ],
+)
+def test_what_a_switch_would_break_is_refused_before_the_run(
+    small: RunConfig, tmp_path: Path, product: ProductConfig, stabilisers: StabiliserConfig, why: str
+) -> None:
+    define, switch = {"later": PolicyConfig(fprop=product)}, [PrecisionSwitch(at_step=6, forward="later")]
+    config = replace(precision("nvfp4", define=define, switch=switch), stabilisers=stabilisers)
+    with pytest.raises(ConfigError, match=rf"blocks\.0\..*{why}"):
+        Pretraining(replace(small, precision=config), tmp_path / "run")
+
+
+def test_inputs_are_measured_beside_a_sibling_that_a_rule_keeps_in_another_format(
+    small: RunConfig, tmp_path: Path
+) -> None:
+    """While the others compute in the rule's format, they are quantised together with it."""
+    settings: dict[str, Any] = {"rules": [PrecisionRule(r".*\.k", "mxfp8")], "out": replace(OUT, first_step=1)}
+    config = precision("nvfp4", switch=[PrecisionSwitch(at_step=1, forward="mxfp8", backward="mxfp8")], **settings)
+    pretrain(replace(small, max_steps=4, precision=config), tmp_path / "run")
+    state = read_snapshot(tmp_path / "run" / "checkpoints" / "step_00000004").stabilisers
+    assert state is not None
+    names = ("attention.q", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down")
+    assert {key for key in state if key.endswith(".order")} == {f"outcontrol.blocks.0.{name}.order" for name in names}
+
+
 # Dynamic clamping --------------------------------------------------------------------------------------------------
 
 
@@ -288,12 +360,9 @@ def test_clamped_training_resumes_and_opens_with_its_bounds(
 def test_what_has_nothing_to_do_is_refused(squared: RunConfig, tmp_path: Path, change: Any, why: str) -> None:
     config = replace(squared, precision=change.pop("precision", squared.precision))
     config = replace(config, model=replace(config.model, **change))
-    run = Pretraining(config, tmp_path / "run")
-    try:
-        with pytest.raises(ConfigError, match=why):
-            run.build()
-    finally:
-        run.close()
+    with pytest.raises(ConfigError, match=why):
+        Pretraining(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

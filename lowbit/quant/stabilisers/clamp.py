@@ -107,8 +107,8 @@ class Site(NamedTuple):
 
 
 def install(name: str, up: Linear, gain: Tensor, down: Linear) -> Site:
-    """A site with its square; raises ConfigError when `down` does not multiply in INT8."""
-    if not isinstance(down, LowbitLinear) or not multiplies_int8(down.policy):
+    """A site with its square; raises ConfigError when `down` multiplies in INT8 in no phase of the run."""
+    if not isinstance(down, LowbitLinear) or not any(map(multiplies_int8, down.phases)):
         word = down.policy.fprop.left.name if isinstance(down, LowbitLinear) else "BF16"
         raise ConfigError(
             f"{KEY}: {name}.down multiplies {word}, and the bound is that of an INT8 grid: precision=int8 would work"

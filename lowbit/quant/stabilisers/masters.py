@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowbit.errors import ConfigError
 from lowbit.quant.linear import LowbitLinear
+from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.spec import Outer, QuantSpec
 
 
@@ -39,12 +40,12 @@ def whole_masters(model: nn.Module) -> Iterator[Master]:
             yield Master(f"{name}.weight", module.weight.detach(), module)
 
 
-def weight_spec(master: Master) -> QuantSpec | None:
-    """The quantiser of W in the forward product; None where it stays BF16.
+def weight_spec(master: Master, policy: LinearPolicy | None = None) -> QuantSpec | None:
+    """The quantiser of W in the forward product, of the layer's policy if none is given; None where it stays BF16.
 
     Raises ConfigError where a weight's quantised value is not a function of the weight alone.
     """
-    product = master.layer.policy.fprop
+    product = (policy or master.layer.policy).fprop
     spec = product.right.spec
     if spec is not None and (spec.stochastic or product.rotation):
         why = f"{spec.name} is stochastic" if spec.stochastic else "the forward product is rotated"
@@ -53,6 +54,11 @@ def weight_spec(master: Master) -> QuantSpec | None:
             "neither (precision.forward=nvfp4) or precision.stabilisers.oscireset.enabled=false would work"
         )
     return spec
+
+
+def weight_specs(master: Master) -> list[QuantSpec]:
+    """`weight_spec` under every policy that the run may give the layer. Raises ConfigError, as that."""
+    return [spec for policy in master.layer.phases if (spec := weight_spec(master, policy)) is not None]
 
 
 def rows_of(master: Master, spec: QuantSpec) -> Tensor:
@@ -91,7 +97,7 @@ def quantised_rows(master: Master, spec: QuantSpec) -> Tensor:
     columns = _ordinary_columns(master)
     if columns is None:
         return rows_of(master, spec)
-    return _whole_rows(master, spec).index_select(1, columns)
+    return whole_rows(master, spec).index_select(1, columns)
 
 
 def put_rows(master: Master, spec: QuantSpec, weight: Tensor) -> None:
@@ -100,7 +106,7 @@ def put_rows(master: Master, spec: QuantSpec, weight: Tensor) -> None:
     if columns is None:
         rows_of(master, spec).copy_(weight)
     else:
-        _whole_rows(master, spec).index_copy_(1, columns, weight)
+        whole_rows(master, spec).index_copy_(1, columns, weight)
 
 
 def _ordinary_columns(master: Master) -> Tensor | None:
@@ -109,7 +115,8 @@ def _ordinary_columns(master: Master) -> Tensor | None:
     return None if retained is None or not retained.applies(policy) else retained.ordinary
 
 
-def _whole_rows(master: Master, spec: QuantSpec) -> Tensor:
+def whole_rows(master: Master, spec: QuantSpec) -> Tensor:
+    """`rows_of` with all columns of the layer in each row. Raises ConfigError for a shard that has not."""
     weight = rows_of(master, spec)
     if weight.shape[1] != master.layer.in_features:
         raise ConfigError(

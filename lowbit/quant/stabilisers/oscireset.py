@@ -21,6 +21,9 @@ it opens: the largest |w/s - q| / width(q), with q the grid value, s its scale a
 way to oscillate. With `hysteresis` m > 0 each block keeps its choice until the other one's error is below (1 - m) of
 the present one's. The choice then belongs to the layer (`LowbitLinear.choice`), is renewed after each optimizer step,
 and is what the forward pass takes. Flips inside windows are counted either way.
+
+**Switches.** A window is of one format: where a switch changes Q, every weight's quantised value jumps once, which is
+no oscillation, and the window is dropped.
 """
 
 import math
@@ -39,7 +42,16 @@ from lowbit.quant.product import factor
 from lowbit.quant.quantise import Memory, quantise_remembering, quantise_values
 from lowbit.quant.spec import FOUR_OVER_SIX, QuantSpec
 from lowbit.quant.stabilisers.grid import forward_value, off_centre
-from lowbit.quant.stabilisers.masters import Master, block_counts, put_rows, quantised_rows, weight_spec
+from lowbit.quant.stabilisers.masters import (
+    Master,
+    block_counts,
+    put_rows,
+    quantised_rows,
+    rows_of,
+    weight_spec,
+    whole_rows,
+)
+from lowbit.quant.stabilisers.outcontrol import gains
 
 KEY = "precision.stabilisers.oscireset"
 SHARD_SLOTS = ("weight", "value", "moved", "jumped")
@@ -96,10 +108,12 @@ class OsciReset:
         config: OsciResetConfig,
         masters: Callable[[], Iterable[Master]],
         sum_over_ranks: Sum = lambda tensor: tensor,
+        retaining: bool = False,
     ) -> None:
-        """`masters` gives the weights as the engine holds them, anew at each call.
+        """`masters` gives the weights as the engine holds them, anew at each call. `retaining`: OutControl will come.
 
-        Raises ConfigError when the settings, or a weight that would have to be watched, do not allow it.
+        Raises ConfigError when the settings, or a weight that would have to be watched in some phase of the run, do
+        not allow it.
         """
         if not 0 < config.window < config.period - 1:
             raise ConfigError(
@@ -110,13 +124,15 @@ class OsciReset:
         self._masters = masters
         self._sum = sum_over_ranks
         self._windows: dict[str, Window] = {}
+        self._formats: dict[str, str] = {}
+        """Of each weight, what its window watches it in."""
         self._started = False
         for master in masters():
-            spec = weight_spec(master)
-            if spec is not None:
-                quantised_rows(master, spec)
-                if config.hysteresis > 0 and spec.rounding in FOUR_OVER_SIX:
-                    _remember_choice(master, spec)
+            for policy in master.layer.phases:
+                if (spec := weight_spec(master, policy)) is not None:
+                    (whole_rows if retaining and gains(policy) else rows_of)(master, spec)
+                    if config.hysteresis > 0 and spec.rounding in FOUR_OVER_SIX and master.layer.choice is None:
+                        _remember_choice(master, spec)
 
     @torch.no_grad()
     def after_step(self, step: int, progress: float) -> dict[str, float]:
@@ -133,9 +149,10 @@ class OsciReset:
         counts: dict[str, Tensor] = {}
         for master in self._masters():
             spec = weight_spec(master)
-            if spec is None:  # a switch has put the layer's forward into BF16
+            if self._formats.get(master.name) != (None if spec is None else spec.text):  # a switch
+                self._formats.pop(master.name, None)
                 self._windows.pop(master.name, None)
-            elif phase <= self.config.window + 1 or master.layer.choice is not None:
+            if spec is not None and (phase <= self.config.window + 1 or master.layer.choice is not None):
                 self._visit(master, spec, phase, counts)
         return self._report(counts)
 
@@ -143,6 +160,9 @@ class OsciReset:
         """One weight after one step; a window that closes adds to `counts`."""
         if phase == self.config.window + 1:
             counts[master.layer_name] = torch.zeros(4, dtype=torch.int64, device=master.tensor.device)
+            self._formats.pop(master.name, None)
+        elif phase == 0:
+            self._formats[master.name] = spec.text
         if master.tensor.numel() == 0:
             return
         weight = quantised_rows(master, spec)
@@ -257,6 +277,8 @@ class OsciReset:
         state = {"started": torch.tensor(self._started)}
         for name, window in self._windows.items() if windows else ():
             state |= {f"{name}.{slot}": tensor for slot, tensor in window.tensors().items()}
+        for name, text in self._formats.items():
+            state[f"{name}.format"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
         for master in self._masters():
             if master.layer.choice is not None:
                 state[f"{master.name}.held"] = master.layer.choice
@@ -265,9 +287,11 @@ class OsciReset:
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a saved state."""
         self._started = bool(state["started"])
-        self._windows = {}
+        self._windows, self._formats = {}, {}
         for master in self._masters():
             device = master.tensor.device
+            if (text := state.get(f"{master.name}.format")) is not None:
+                self._formats[master.name] = bytes(text.tolist()).decode()
             slots = {
                 f.name: tensor.to(device, copy=True)
                 for f in fields(Window)

@@ -267,16 +267,19 @@ class OutControl:
         layers: Mapping[str, LowbitLinear],
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
-        """`layers` by full name. Raises ConfigError when none of them has anything to gain, or one is rotated."""
+        """`layers` by full name.
+
+        Raises ConfigError when none of them has anything to gain in any phase of the run, or one is rotated then.
+        """
         self.config = config
-        self._layers = {name: layer for name, layer in layers.items() if gains(layer.policy)}
+        self._layers = {name: layer for name, layer in layers.items() if any(map(gains, layer.phases))}
         if not self._layers:
             raise ConfigError(
                 f"{KEY}.enabled=true: no layer's forward product has an input of fewer than 8 bits: "
                 f"precision=nvfp4 would work"
             )
         for name, layer in self._layers.items():
-            if layer.policy.fprop.rotation:
+            if any(policy.fprop.rotation and gains(policy) for policy in layer.phases):
                 raise ConfigError(f"{name}: {KEY} and a rotated forward product both deal with outliers: choose one")
         self._sum = sum_over_ranks
         self._norms: dict[str, Tensor] = {}
