@@ -33,7 +33,7 @@ from lowbit.quant.apply import (
 )
 from lowbit.quant.backends.base import Sizes
 from lowbit.quant.backends.choose import Chooser
-from lowbit.quant.kernels import cpu
+from lowbit.quant.kernels import ops
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
 from lowbit.quant.report import EMULATED, NATIVE, PolicyReport, report
@@ -107,7 +107,8 @@ def plan_precision(config: RunConfig, device: torch.device | None = None) -> lis
     plain = _plain(dtype, device)
     model = _on_meta(config, dtype)
     made = report_policy(model, policy, dtype=_word(dtype), device=name, chooser=chooser, plain=plain)
-    return describe_precision(config, policy, made, _later(policy, made, model, chooser, plain))
+    slow = None if device is None else ops.missing(device)
+    return describe_precision(config, policy, made, _later(policy, made, model, chooser, plain), slow)
 
 
 def native_precisions(device: torch.device) -> dict[str, str]:
@@ -143,9 +144,16 @@ def _report_of(
 
 
 def describe_precision(
-    config: RunConfig, policy: PrecisionPolicy, report: PolicyReport, later: Sequence[PolicyReport]
+    config: RunConfig,
+    policy: PrecisionPolicy,
+    report: PolicyReport,
+    later: Sequence[PolicyReport],
+    slow: str | None = None,
 ) -> list[str]:
-    """Table, switches, and the policies of the RL stages, line by line; one line where nothing is quantised."""
+    """Table, switches, and the policies of the RL stages, line by line; one line where nothing is quantised.
+
+    slow: why the quantisers have no kernels on this device, if they have none.
+    """
     head = f"precision {config.precision.name} on {report.device}"
     if not any(phase.quantised for stage in Stage for phase in policy.phases(stage)):
         return [f"{head}: {report.dtype.upper()} in every layer, {report.runs}"]
@@ -155,8 +163,8 @@ def describe_precision(
         how = f", quantised products {then.runs}" if then.quantised else ""
         lines.append(f"{switch.when}: {switch.label}{how}:")
         lines += [f"  {line}" for line in then.table().splitlines()[:-1]]
-    if (reason := slow_quantisers(report.device)) is not None:
-        lines.append(f"the CPU's quantisers run some thirty times slower than they could: {reason}")
+    if slow is not None:
+        lines.append(f"no kernels quantise here, but PyTorch's operators, some thirty times slower: {slow}")
     if not any(policy.phases(stage)[0].quantised for stage in (Stage.sampler, Stage.trainer)):
         return lines
     for stage in (Stage.sampler, Stage.trainer):
@@ -203,7 +211,8 @@ class RunPrecision:
     def lines(self) -> list[str]:
         """What the run's start prints."""
         later = _later(self.policy, self.report, self.model, self.chooser, self._plain)
-        return describe_precision(self.config, self.policy, self.report, later)
+        slow = ops.missing(self.model.head_weight.device)
+        return describe_precision(self.config, self.policy, self.report, later, slow)
 
     def reports(self, sampler: bool = False) -> list[dict[str, Any]]:
         """For `precision.json`: what layers get from the start and after each switch, as plain values, each with
@@ -319,11 +328,6 @@ def forward_in_words(model: Transformer) -> str:
     """What the forward of a model computes in: `fp32`, or `NVFP4_POW2_46 x NVFP4_POW2_46 and fp32`."""
     products = dict.fromkeys(layer.policy.fprop.summary for layer in lowbit_layers(model).values())
     return " and ".join([*(text for text in products if text != "BF16"), _word(model.compute_dtype)])
-
-
-def slow_quantisers(device: str) -> str | None:
-    """Why a CPU (by name) quantises slowly; None where it does not, and for other devices."""
-    return cpu.missing() if device.startswith("CPU") else None
 
 
 def rehearsal(loss: Callable[[], torch.Tensor], model: Transformer) -> Callable[[], None]:

@@ -11,7 +11,9 @@ import torch
 
 from lowbit.quant import spec as S
 from lowbit.quant.kernels import ops
+from lowbit.quant.linear_products import linear_products
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
+from lowbit.quant.presets import PRESETS
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -38,6 +40,26 @@ def test_the_interpreter_gives_the_references_bits(name: str) -> None:
     done = subprocess.run([sys.executable, script, name], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["BF16", name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PRESETS)
+def test_where_kernels_do_not_compile_the_reference_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs before Ampere."""
+    results = []
+    try:
+        for capability in ((8, 0), (7, 5)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
+            ops._missing.cache_clear()
+            torch.manual_seed(0)
+            key, clock = make_key(1, "a").cuda(), make_clock().cuda()
+            weight, x = torch.randn(72, 200).cuda().requires_grad_(), torch.randn(33, 200).cuda().requires_grad_()
+            (y,) = linear_products(x, [weight], [key], clock, PRESETS[name])
+            y.sum().backward()
+            results.append((y.detach(), x.grad, weight.grad))
+    finally:
+        ops._missing.cache_clear()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.gpu

@@ -29,6 +29,7 @@ from lowbit.errors import ConfigError
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import lowbit_layers
 from lowbit.quant.kernels import cpu as kernels
+from lowbit.quant.kernels import ops
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.presets import PRESETS
 from lowbit.trainer.evaluate import evaluate
@@ -465,7 +466,24 @@ def test_the_default_run_says_what_is_native_and_what_emulated(
     assert leg.count("NVFP4_POW2_46") == 3 and leg.count("emulated") == 6 and "slower" not in leg
     monkeypatch.setattr(kernels, "missing", lambda: "no C++ compiler")
     plan(["device=cpu"], None)
-    assert "thirty times slower than they could: no C++ compiler" in capsys.readouterr().out
+    assert "no kernels quantise here, but PyTorch's operators, some thirty times slower: no C++ compiler" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(("capability", "said"), [((7, 5), True), ((8, 0), False), ((9, 0), False), ((12, 0), False)])
+def test_gpus_before_ampere_have_no_kernels_and_the_plan_says_so(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], said: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
+    ops._missing.cache_clear()
+    try:
+        lines = plan_precision(compose(["precision=nvfp4"]), torch.device("cuda", 0))
+        found = [line for line in lines if "no kernels quantise here" in line]
+        assert [line.endswith("compute capability 8.0 or later, and this is 7.5") for line in found] == [True] * said
+    finally:
+        ops._missing.cache_clear()
 
 
 def test_what_a_gpu_would_get() -> None:

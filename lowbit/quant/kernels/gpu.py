@@ -3,7 +3,8 @@
 A scale that belongs to whole rows or to the whole tensor needs their largest magnitude first: one more pass over the
 data (`triton_amax`); so does a rotation that such a scale comes after. Everything else is one pass.
 
-What no kernel takes (`takes`), six-bit codes above all, stays with the PyTorch reference.
+What no kernel takes (`takes`), six-bit codes above all, stays with the PyTorch reference, and so does all of it on GPUs
+before Ampere (`ops.missing`).
 """
 
 import math
@@ -288,7 +289,7 @@ def _factor(
     ops.check_given(x, signs, found, choice, amax)
     out = ops.allocate(x, signs, found, dtype, operand, codes)
     padded = ops.padded_columns(ops.operand_width(x.shape[1], signs), found)
-    if takes(found, padded):
+    if ops.missing(x.device) is None and takes(found, padded):
         run_factor(x, found, signs, key, clock, lane, choice, amax, padded, out)
         return out
     return ops.reference(x, signs, found, ops.stream_of(key, clock, lane), choice, amax, dtype, out)
@@ -301,13 +302,18 @@ def _unpack(
     found = ops.spec_of(spec)
     assert found is not None
     operand = data.new_empty((rows, width), dtype=dtype)
+    if ops.missing(data.device) is not None:
+        return ops.unpack_reference(data, scales, outer, found, operand)
     run_unpack(data, scales, outer, found, ops.padded_columns(width, found), operand)
     return operand
 
 
 @ops.signs_op.register_kernel("cuda")
 def _signs(key: Tensor, clock: Tensor, lane: int, count: int) -> Tensor:
-    product = int(ops.stream_of(key, clock, lane).product)
+    stream = ops.stream_of(key, clock, lane)
+    if ops.missing(key.device) is not None:
+        return stream.signs(count)
+    product = int(stream.product)
     out = key.new_empty(count, dtype=torch.float32)
     run_signs(key, clock, product << 8 | int(Side.SHARED) << 4 | int(Purpose.SIGNS), out)
     return out

@@ -27,6 +27,8 @@ BF16_ONLY = ""
 
 _NVIDIA = torch.version.hip is None
 """Else `cuda` is ROCm, for which there are no kernels here."""
+AMPERE = 8, 0
+"""Compute capability of the oldest GPUs that round to BF16 by an instruction, which the kernels do."""
 FactorTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -49,6 +51,20 @@ def spec_of(text: str) -> QuantSpec | None:
 def takes(x: Tensor, spec: QuantSpec | None = None) -> bool:
     """Whether these operators run where x is, for this spec; six-bit codes have no GPU kernel."""
     return x.device.type == "cpu" or (x.is_cuda and _NVIDIA and (spec is None or spec.element.bits != 6))
+
+
+def missing(device: torch.device) -> str | None:
+    """Why quantisers on this device are the PyTorch reference, some thirty times slower; None: they are kernels."""
+    return cpu.missing() if device.type == "cpu" else _missing(device)
+
+
+@cache
+def _missing(device: torch.device) -> str | None:
+    if device.type != "cuda" or not _NVIDIA:
+        return "there are kernels for CPUs and for NVIDIA's GPUs only"
+    major, minor = torch.cuda.get_device_capability(device)
+    old = f"they need compute capability {AMPERE[0]}.{AMPERE[1]} or later, and this is {major}.{minor}"
+    return old if (major, minor) < AMPERE else None
 
 
 def lane_of(stream: Stream) -> int:
@@ -223,8 +239,7 @@ def unpack_op(
     if cpu.handles(found):
         cpu.run_unpack(data, scales, outer, found, padded_columns(width, found), operand)
         return operand
-    shape = scales.shape[0], scales.shape[1]
-    return operand.copy_(Packed(data, scales, outer, (rows, width), found, shape, False).unpack().operand())
+    return unpack_reference(data, scales, outer, found, operand)
 
 
 @unpack_op.register_fake
@@ -232,6 +247,12 @@ def _(
     data: Tensor, scales: Tensor, outer: Tensor | None, spec: str, rows: int, width: int, dtype: torch.dtype
 ) -> Tensor:
     return data.new_empty((rows, width), dtype=dtype)
+
+
+def unpack_reference(data: Tensor, scales: Tensor, outer: Tensor | None, spec: QuantSpec, operand: Tensor) -> Tensor:
+    """Without a kernel: into `operand` [rows, width]."""
+    shape, scale_shape = (operand.shape[0], operand.shape[1]), (scales.shape[0], scales.shape[1])
+    return operand.copy_(Packed(data, scales, outer, shape, spec, scale_shape, False).unpack().operand())
 
 
 @torch.library.custom_op("lowbit::signs", mutates_args=(), device_types="cpu")
