@@ -19,8 +19,9 @@ have rows too.
 | FP8_BLOCK, FP8_BLOCK_2D | E4M3 | 1x128, 128x128 | power of two | - | nearest |
 | INT8_ROW | INT8 | row (a weight's output channel, an activation's token) | FP32 | - | nearest |
 
-`replace(spec, rounding=Rounding.STOCHASTIC)` makes the stochastic one of a family; it wants Scale.E4M3_UP, because
-under the nearest block scale the largest element is clipped (see `scales`).
+`VARIANTS` are some of these with another rounding: `_SR`, stochastic, of every format with one scale that clips nothing
+(under OCP's floor rule and the nearest E4M3 scale the largest element is clipped: a bias, see `scales`), and `_MAE`,
+four over six by the sum of magnitudes.
 """
 
 import math
@@ -192,6 +193,21 @@ SPECS = {
         *(NVFP4, NVFP4_2D, NVFP4_ROW, NVFP4_TETRAJET, NVFP4_POW2, NVFP4_SR, NVFP4_TETRAJET_SR, NVFP4_POW2_SR),
         *(NVFP4_46, NVFP4_POW2_46, NVFP4_EDEN, NVFP4_EDEN_PUBLISHED, NVFP4_POW2_EDEN),
         *(FP8_TENSOR, FP8_ROW, FP8_BLOCK, FP8_BLOCK_2D, INT8_ROW),
+    )
+}
+"""By name."""
+
+
+def _variant(spec: QuantSpec, ending: str, rounding: Rounding) -> QuantSpec:
+    return replace(spec, name=f"{spec.name}_{ending}", rounding=rounding)
+
+
+_ONE_LEVEL = (MXFP8, MXFP8_E5M2, MXFP6_E2M3, MXFP6_E3M2, MXFP4, FP8_TENSOR, FP8_ROW, FP8_BLOCK, FP8_BLOCK_2D, INT8_ROW)
+VARIANTS = {
+    spec.name: spec
+    for spec in (
+        *(_variant(spec, "SR", Rounding.STOCHASTIC) for spec in _ONE_LEVEL),
+        *(_variant(spec, "MAE", Rounding.FOUR_OVER_SIX_MAE) for spec in (NVFP4_46, NVFP4_POW2_46)),
     )
 }
 """By name."""

@@ -27,7 +27,7 @@ from lowbit.configs.schema import MatrixBackend, PolicyConfig, PrecisionConfig, 
 from lowbit.errors import ConfigError
 from lowbit.quant.policy import Alignment, LinearPolicy, Operand, ProductPolicy, Signs
 from lowbit.quant.presets import PRESETS
-from lowbit.quant.spec import SPECS
+from lowbit.quant.spec import SPECS, VARIANTS
 
 MOST_SWITCHES = 8
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
@@ -375,9 +375,10 @@ def _product(key: str, given: ProductConfig) -> ProductPolicy:
 def _operand(key: str, name: str) -> Operand:
     if name == "BF16":
         return Operand()
-    if name not in SPECS:
-        raise _unknown(key, name, "format", ["BF16", *SPECS])
-    return Operand(SPECS[name])
+    formats = SPECS | VARIANTS
+    if name not in formats:
+        raise _unknown(key, name, "format", ["BF16", *formats])
+    return Operand(formats[name])
 
 
 def _unknown(key: str, name: str, kind: str, choices: Sequence[str]) -> ConfigError:

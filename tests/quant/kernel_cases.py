@@ -6,22 +6,16 @@
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lowbit.quant import spec as S
 from lowbit.quant.kernels import gpu, ops
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
-from lowbit.quant.spec import EDEN, FOUR_OVER_SIX, SPECS, QuantSpec, Rounding, Scale
+from lowbit.quant.spec import EDEN, FOUR_OVER_SIX, SPECS, VARIANTS, QuantSpec, Scale
 
 STREAM = Stream(make_key(1, "a"), make_clock(3, 1, 2), Product.DGRAD, Side.RIGHT)
-EXTRA = (
-    replace(S.MXFP8, name="MXFP8_STOCHASTIC", rounding=Rounding.STOCHASTIC),
-    replace(S.NVFP4_POW2_46, name="NVFP4_POW2_46_MAE", rounding=Rounding.FOUR_OVER_SIX_MAE),
-    replace(S.FP8_ROW, name="FP8_ROW_STOCHASTIC", rounding=Rounding.STOCHASTIC),
-)
+EXTRA = [VARIANTS[name] for name in ("MXFP8_SR", "NVFP4_POW2_46_MAE", "FP8_ROW_SR")]
 TAKEN = {spec.name: spec for spec in (*SPECS.values(), *EXTRA) if gpu.takes(spec, 128)}
 
 

@@ -26,8 +26,8 @@ TABLE = [
     (S.NVFP4_POW2, 9.05e-3),
     (S.NVFP4_46, 7.56e-3),
     (S.NVFP4_POW2_46, 7.56e-3),
-    (replace(S.NVFP4_46, rounding=Rounding.FOUR_OVER_SIX_MAE), 7.80e-3),
-    (replace(S.NVFP4_POW2_46, rounding=Rounding.FOUR_OVER_SIX_MAE), 7.80e-3),
+    (S.VARIANTS["NVFP4_46_MAE"], 7.80e-3),
+    (S.VARIANTS["NVFP4_POW2_46_MAE"], 7.80e-3),
     (S.NVFP4_2D, 12.41e-3),
     (replace(S.NVFP4_46, block=(16, 16)), 12.4e-3),
     (S.NVFP4_SR, 18.9e-3),
@@ -95,7 +95,7 @@ def slope(spec: QuantSpec, draw: str, chunks: int, rows: int = 1024) -> tuple[fl
 
 
 UNBIASED = [S.NVFP4_POW2_SR, replace(S.NVFP4_SR, **UP), replace(S.NVFP4_TETRAJET_SR, **UP), S.NVFP4_POW2_EDEN]
-UNBIASED += [S.NVFP4_EDEN, *(replace(mx, rounding=Rounding.STOCHASTIC) for mx in (S.MXFP8, S.MXFP4))]
+UNBIASED += [S.NVFP4_EDEN, S.VARIANTS["MXFP8_SR"], S.VARIANTS["MXFP4_SR"]]
 PUBLISHED = [(S.NVFP4_SR, -3.4e-3), (S.NVFP4_TETRAJET_SR, -2.7e-3), (EDEN_PUBLISHED, -5.6e-4), (S.NVFP4, -4.5e-3)]
 
 
@@ -106,12 +106,12 @@ def test_ours_are_unbiased(spec: QuantSpec) -> None:
     assert deviation < 1e-4
 
 
-OTHERS = [S.MXFP8_E5M2, S.MXFP6_E2M3, S.MXFP6_E3M2, S.FP8_TENSOR, S.FP8_ROW, S.FP8_BLOCK, S.FP8_BLOCK_2D, S.INT8_ROW]
+OTHERS = [spec for spec in S.VARIANTS.values() if spec.stochastic and spec not in UNBIASED]
 
 
 @pytest.mark.parametrize("spec", OTHERS, ids=lambda s: s.name)
 def test_stochastic_rounding_is_unbiased_in_every_other_family(spec: QuantSpec) -> None:
-    bias, deviation = slope(replace(spec, rounding=Rounding.STOCHASTIC), "normal", 4)
+    bias, deviation = slope(spec, "normal", 4)
     assert abs(bias) < 4.5 * deviation, f"{bias:+.1e} +- {deviation:.1e}"
     assert deviation < 1.2e-4
 
@@ -133,7 +133,7 @@ def test_the_published_rules_have_their_published_bias(spec: QuantSpec, want: fl
 
 
 AT_POINTS = [S.NVFP4_POW2_SR, *(replace(s, **UP) for s in (S.NVFP4_SR, S.NVFP4_TETRAJET_SR))]
-AT_POINTS += [replace(S.MXFP4, rounding=Rounding.STOCHASTIC)]
+AT_POINTS += [S.VARIANTS["MXFP4_SR"]]
 
 
 @pytest.mark.parametrize("spec", AT_POINTS, ids=name)

@@ -14,17 +14,15 @@ from lowbit.quant.kernels import cpu, ops
 from lowbit.quant.kernels.cpu import library
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
 from lowbit.quant.quantise import fake_quantise
-from lowbit.quant.spec import SPECS, QuantSpec, Rounding, Scale
+from lowbit.quant.spec import SPECS, VARIANTS, QuantSpec, Rounding, Scale
 
 KEY, CLOCK = make_key(7, "a"), make_clock(3, 4, 5)
 STREAM = Stream(KEY, CLOCK, Product.WGRAD, Side.LEFT)
 LANE = ops.lane_of(STREAM)
+SQUARES = replace(S.NVFP4_2D, rounding=Rounding.FOUR_OVER_SIX_MSE, bound=256.0)
 MORE = (
-    replace(S.MXFP8, rounding=Rounding.STOCHASTIC),
-    replace(S.FP8_ROW, rounding=Rounding.STOCHASTIC),
-    replace(S.INT8_ROW, rounding=Rounding.STOCHASTIC),
-    replace(S.NVFP4_46, rounding=Rounding.FOUR_OVER_SIX_MAE),
-    replace(S.NVFP4_2D, rounding=Rounding.FOUR_OVER_SIX_MSE, bound=256.0),
+    *VARIANTS.values(),
+    SQUARES,
     replace(S.NVFP4_EDEN, rounding=Rounding.MS_EDEN_PUBLISHED),
     replace(S.NVFP4_POW2_EDEN, rounding=Rounding.MS_EDEN_PUBLISHED),
     replace(S.NVFP4_TETRAJET, rounding=Rounding.MS_EDEN, bound=255.99),
@@ -106,7 +104,7 @@ def test_several_threads_give_the_same_bits() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("spec", [S.NVFP4_46, S.NVFP4_POW2_46, MORE[4]], ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [S.NVFP4_46, S.NVFP4_POW2_46, VARIANTS["NVFP4_46_MAE"], SQUARES], ids=lambda s: s.name)
 def test_kept_choices_of_four_and_six(spec: QuantSpec) -> None:
     x = torch.randn(40, 280)
     rows = -(-40 // spec.block[0])

@@ -160,7 +160,7 @@ def rotation_of(*specs: QuantSpec) -> int:
     return 128 if any(spec.rounding in S.EDEN for spec in specs) else 0
 
 
-@pytest.mark.parametrize("spec", S.SPECS.values(), ids=S.SPECS)
+@pytest.mark.parametrize("spec", (S.SPECS | S.VARIANTS).values(), ids=S.SPECS | S.VARIANTS)
 def test_every_format_as_every_operand(spec: QuantSpec) -> None:
     tensors = inputs(17, 72, 40)
     for alignment in Alignment:

@@ -1,6 +1,7 @@
 """Recipes against the papers' tables, and names resolved to policies: stages, descriptions, rules, switches."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,9 +20,10 @@ from lowbit.configs.schema import (
 )
 from lowbit.configs.validate import validate
 from lowbit.errors import ConfigError
+from lowbit.quant.formats import ELEMENT_FORMATS
 from lowbit.quant.policy import Alignment, LinearPolicy
 from lowbit.quant.presets import PRESETS
-from lowbit.quant.spec import SPECS, Rounding
+from lowbit.quant.spec import SPECS, VARIANTS, Outer, Rounding, Scale
 from lowbit.quant.stages import Stage, describe, resolve
 
 BF16 = ("BF16", "BF16", 0, "fresh")
@@ -178,6 +180,29 @@ def test_biased_gradients_only_when_asked_for() -> None:
     assert policy.training().default.dgrad.left.name == "NVFP4_46"
 
 
+@pytest.mark.parametrize("name", [*SPECS, *VARIANTS])
+def test_every_format_can_be_named_in_a_description(name: str) -> None:
+    """And with them every rounding, scale and element that there is."""
+    eden = "EDEN" in name
+    config = PrecisionConfig(
+        forward="mine",
+        define={"mine": PolicyConfig(fprop=ProductConfig("BF16", name, 128 if eden else 0))},
+    )
+    found = resolve(config).training().default.fprop.right.spec
+    assert found is not None and found == (SPECS | VARIANTS)[name]
+
+
+def test_named_formats_have_every_kind_of_part() -> None:
+    named = [*SPECS.values(), *VARIANTS.values()]
+    assert {spec.rounding for spec in named} == set(Rounding)
+    assert {spec.scale for spec in named} == set(Scale) and {spec.outer for spec in named} == set(Outer)
+    assert {spec.element.name for spec in named} | {"E8M0"} >= {fmt.name for fmt in ELEMENT_FORMATS}
+    assert not SPECS.keys() & VARIANTS.keys()
+    for spec in VARIANTS.values():
+        base = SPECS[spec.name.rpartition("_")[0]]
+        assert replace(spec, name=base.name, rounding=base.rounding) == base and spec.rounding is not base.rounding
+
+
 MISTAKES: list[tuple[PrecisionConfig, list[str]]] = [
     (PrecisionConfig(forward="nvfp5"), ["precision.forward=nvfp5", "bf16, fp8_tensor", "nearest: nvfp4"]),
     (PrecisionConfig(dgrad="NVFP4"), ["precision.dgrad=NVFP4", "nearest: nvfp4"]),
@@ -192,6 +217,10 @@ MISTAKES: list[tuple[PrecisionConfig, list[str]]] = [
     (
         PrecisionConfig(define={"mine": PolicyConfig(fprop=ProductConfig("BF16", "mxfp8"))}),
         ["precision.define.mine.fprop.right=mxfp8", "nearest: MXFP8"],
+    ),
+    (
+        PrecisionConfig(define={"a": PolicyConfig(wgrad=ProductConfig("NVFP4_46_MAE", "MXFP8_SR"))}),
+        ["precision.define.a: wgrad: NVFP4_46_MAE chooses its scale after rounding", "allow_bias=true"],
     ),
     (PrecisionConfig(define={"mxfp8": PolicyConfig()}), ["precision.define.mxfp8", "preset has this name"]),
     (PrecisionConfig(define={"a": PolicyConfig("b")}), ["precision.define.a.base=b", "no such precision"]),
