@@ -23,7 +23,7 @@ Overrides = Annotated[
 def pipeline(
     overrides: Overrides = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Print tokens, FLOPs, memory, disk and least time of each stage, and stop.")
+        bool, typer.Option("--plan", help="Print tokens, FLOPs, memory, disk and time of each stage, and stop.")
     ] = False,
     multirun: Multirun = False,
     cfg: Cfg = None,

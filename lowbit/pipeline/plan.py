@@ -1,14 +1,13 @@
-"""What a pipeline will take, before anything runs: tokens, work, memory, disk, and the least time it can last.
+"""What a pipeline will take, before anything runs: tokens, work, memory, disk and time.
 
 Sizes are `trainer.plan`'s for each stage's run. Work is floating-point operations in the convention of models/cost.py:
 a training token costs the model's `flops_per_token`, a token that is only read (by the teacher, by the sampler) a third
-of it. Time is that work at the rate of a large matrix product, which is measured for a moment on the device: a run is
-never faster, and a small model, an emulated format, evaluation and data make it slower. Where no bound follows from the
-settings (a limit of time, problems from a file) it says n/a.
+of it. Time is an estimate (`timing`), and so is the size of the teacher's cache (`distill.expected`). Where nothing
+follows from the settings (a limit of time, problems from a file) it says n/a.
 """
 
 import shutil
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,20 +20,23 @@ from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.validate_distill import student_tokens
 from lowbit.configs.validate_pipeline import runs_of
 from lowbit.distill.codec import Layout
-from lowbit.errors import LowbitError
+from lowbit.distill.expected import expected_bytes
+from lowbit.errors import CheckpointError, LowbitError
 from lowbit.models.adapters import MARK, adapt
 from lowbit.models.cost import flops_per_token, parameter_parts
 from lowbit.models.transformer import Transformer
 from lowbit.pipeline.stages import in_words, naming
+from lowbit.pipeline.timing import READ, SHARE, conversation, measured_rate, times
 from lowbit.trainer.aligned import columns
 from lowbit.trainer.console import duration
 from lowbit.trainer.hardware import compute_dtype, device_name, pick_device
+from lowbit.trainer.imported import beginning
 from lowbit.trainer.plan import Plan, planned_vocabulary
 from lowbit.trainer.plan import plan as plan_run
 
 GIB = 2**30
-READ = 3
-"""A token that is only read costs a third of one that is trained on."""
+FACTOR = 2
+"""How far the time of a whole pipeline may be off."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def parts_of(stage: Stage, run: RunConfig) -> list[Part]:
     dtype = compute_dtype(run.precision, pick_device(run.device))
     vocabulary, words = planned_vocabulary(run), in_words(stage, run)
     made = plan_run(run, vocabulary, compute_bytes=dtype.itemsize)
-    kept = _checkpoints(run, made)
+    kept = _checkpoints(run, made, made.length.steps)
     if isinstance(run, DistillConfig):
         trained = Part("distill: student", made.length.tokens, made.total_flops, made.memory.total, kept, words)
         return [_cache(run, vocabulary), trained]
@@ -81,55 +83,72 @@ def require_space(stage: Stage, run: RunConfig, folder: Path) -> None:
 
 def describe(config: PipelineConfig) -> list[str]:
     """The printed lines of `lowbit pipeline --plan`."""
-    runs = runs_of(config)
-    parts = [part for stage, run in runs.items() for part in parts_of(stage, run)]
-    run = next(iter(runs.values()))
-    device = pick_device(run.device)
-    dtype = compute_dtype(config.precision, device)
-    rate = measured_rate(device, dtype)
-    rows = [["stage", "tokens", "FLOPs", "memory", "disk", "time, at least", "precision"]]
-    for part in parts:
-        seconds = None if part.flops is None else part.flops / rate
-        rows.append(_row(part.name, part.tokens, part.flops, part.memory, part.disk, seconds, part.precision))
-    flops = None if any(p.flops is None for p in parts) else sum(p.flops or 0 for p in parts)
-    memory, disk = max(p.memory for p in parts), sum(p.disk for p in parts)
-    rows.append(_row("all", None, flops, memory, disk, None if flops is None else flops / rate, ""))
-    word = str(dtype).removeprefix("torch.")
+    parts: list[Part] = []
+    seconds: list[float | None] = []
+    rates: dict[tuple[torch.device, torch.dtype], float] = {}
+    for stage, given in runs_of(config).items():
+        with naming(stage):
+            run = with_models_given(given)
+        place = (pick_device(run.device), compute_dtype(run.precision, pick_device(run.device)))
+        rate = rates.setdefault(place, rates.get(place) or measured_rate(*place))
+        found = parts_of(stage, run)
+        parts += found
+        seconds += times(run, planned_vocabulary(run), [part.tokens for part in found], rate)
+    rows = [["stage", "tokens", "FLOPs", "memory", "disk", "time, about", "precision"]]
+    for part, taken in zip(parts, seconds, strict=True):
+        rows.append(_row(part.name, part.tokens, part.flops, part.memory, part.disk, taken, part.precision))
+    memory, disk = max(part.memory for part in parts), sum(part.disk for part in parts)
+    rows.append(_row("all", None, _sum([part.flops for part in parts]), memory, disk, _sum(seconds), ""))
+    products = ", ".join(
+        f"{rate / 1e12:,.3g} TFLOP/s in {str(dtype).removeprefix('torch.')} on {device_name(device)}"
+        for (device, dtype), rate in rates.items()
+    )
     return [
         *columns(rows, right=range(1, 6)),
         f"memory: of one device, the largest part for all; disk: checkpoints and the teacher's cache below "
         f"runs/{config.run_name}, packed documents ({config.data.cache_dir}) apart",
-        f"time: the work at {rate / 1e12:,.3g} TFLOP/s, a large {word} product as measured just now on "
-        f"{device_name(device)}; small models, emulated formats, evaluation and data take more",
+        f"time: within a factor of {FACTOR} on a machine without other work, from a moment of each stage's steps; on a "
+        f"GPU, and for models too large for that, a rougher {SHARE:.0%} of a large product's rate ({products}, "
+        "measured just now); packing and compiling come on top",
     ]
 
 
-def measured_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product, the best of a few."""
-    size = 4096 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(5):
-        _wait(device)
-        started = time.perf_counter()
-        a @ b
-        _wait(device)
-        best = min(best, time.perf_counter() - started)
-    return float(2 * size**3 / best)
+def with_models_given(run: RunConfig) -> RunConfig:
+    """A stage's run with the model that lies in the folder which it was told to begin from, if it was.
+
+    Raises CheckpointError when that is neither a run's nor a Hugging Face model's.
+    """
+    if isinstance(run, DistillConfig) and run.teacher.path:
+        try:
+            model, _ = beginning(Path(run.teacher.path).expanduser())
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace("init_from=", "teacher.path=", 1)) from None
+        return replace(run, teacher=replace(run.teacher, model=model))
+    if isinstance(run, RlConfig) and run.init_from:
+        model, tokenizer = beginning(Path(run.init_from).expanduser())
+        return replace(run, model=model, data=replace(run.data, tokenizer=tokenizer))
+    return run
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _sum(numbers: Sequence[float | None]) -> float | None:
+    """None where one is."""
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
 
 
-def _checkpoints(run: RunConfig, made: Plan, adapters: int = 0) -> int:
-    """Bytes of the checkpoints that are kept, and of the one that is being written. adapters: numbers in LoRA's."""
+def _checkpoints(run: RunConfig, made: Plan, steps: int | None, adapters: int = 0) -> int:
+    """Most bytes of checkpoints: those that are kept and the one that is being written, or as many as there will be.
+
+    steps: of the run, None if not known. adapters: numbers in LoRA's.
+    """
     averaged = made.memory.parameters if run.optim.ema_decay is not None else 0
     each = 4 * (made.parameters.total + adapters) + made.memory.optimizer + averaged
-    steps = made.length.steps or 0
-    more = steps // run.checkpoint.keep_every_steps if run.checkpoint.keep_every_steps else 0
-    return each * (run.checkpoint.keep_last + 1 + more)
+    checkpoint, most = run.checkpoint, run.checkpoint.keep_last + 1
+    if steps is None:
+        return each * most
+    written = -(-steps // checkpoint.every_steps) if checkpoint.every_steps else 1
+    more = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps else 0
+    return each * min(most + more, written)
 
 
 def _cache(run: DistillConfig, vocabulary: int) -> Part:
@@ -140,26 +159,22 @@ def _cache(run: DistillConfig, vocabulary: int) -> Part:
     model = run.teacher.model
     weights = parameter_parts(model, vocabulary).total
     width = max(model.mlp_width, model.width)
-    bits = Layout(cache.estimator, cache.targets, vocabulary).most_bits
+    shards = -(-positions // max(length * batch, cache.shard_tokens))
+    layout = Layout(cache.estimator, cache.targets, vocabulary)
+    size = expected_bytes(layout, positions // length, length, shards)
     work = flops_per_token(model, vocabulary, length) // READ * positions
     dtype = compute_dtype(cache_precision := run.teacher.precision, pick_device(run.device))
     memory = weights * 4 + batch * length * width * 4 * dtype.itemsize
     words = f"reads in {'fp32' if dtype is torch.float32 else 'bf16'}"
     if cache_precision.forward != "bf16":
         words = f"reads in {cache_precision.forward}"
-    return Part("distill: teacher's cache", positions, work, memory, positions * bits // 8, words)
+    return Part("distill: teacher's cache", positions, work, memory, size, words)
 
 
 def _rewarded(run: RlConfig, made: Plan, vocabulary: int, kept: int, words: str) -> list[Part]:
     """At most: every answer as long as it may be."""
-    from lowbit.rl.tasks import Split, make_task
-
     each = flops_per_token(run.model, vocabulary, run.data.sequence_length)
-    prompt = 0
-    if not run.task.path:
-        example = make_task(run.task).example(Split.train, run.seed, 0)
-        prompt = len(run.task.template.replace("{prompt}", example.prompt).encode()) + 1
-    whole = prompt + run.rollout.max_new_tokens * run.task.turns
+    prompt, whole = conversation(run)
     known = prompt > 0 and run.max_steps is not None
     steps = run.max_steps or 0
     lines = []
@@ -171,7 +186,7 @@ def _rewarded(run: RlConfig, made: Plan, vocabulary: int, kept: int, words: str)
                 tokens if prompt else None,
                 tokens * each if prompt else None,
                 made.memory.total,
-                kept,
+                _checkpoints(run, made, run.warm_start.steps),
                 words.partition("; ")[2],
             )
         )
@@ -183,7 +198,7 @@ def _rewarded(run: RlConfig, made: Plan, vocabulary: int, kept: int, words: str)
             drawn if known else None,
             drawn * (each + each // READ) if known else None,
             made.memory.total + run.rollout.slots * whole * made.kv_cache_bytes_per_token,
-            _checkpoints(run, made, adapters) if adapters else kept,
+            _checkpoints(run, made, run.max_steps, adapters) if adapters else kept,
             words,
         )
     )
@@ -213,7 +228,7 @@ def _adapted(run: RlConfig, made: Plan, vocabulary: int) -> tuple[Plan, int]:
 
 
 def _row(
-    name: str, tokens: int | None, flops: int | None, memory: int, disk: int, seconds: float | None, precision: str
+    name: str, tokens: int | None, flops: float | None, memory: int, disk: int, seconds: float | None, precision: str
 ) -> list[str]:
     return [
         name,

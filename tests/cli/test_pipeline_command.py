@@ -103,7 +103,7 @@ def test_what_is_printed_and_nothing_left(tmp_path: Path) -> None:
     assert float(rows["pretrain"][1]) == pytest.approx(work, rel=0.01)
     assert float(rows["distill: teacher's cache"][1]) == pytest.approx(work / 3, rel=0.01)
     assert rows["rl: rollouts and training"][:2] == ["n/a", "n/a"] and rows["all"][0] == "n/a"
-    assert "measured just now" in plan.out and "small models, emulated" in plan.out
+    assert "measured just now" in plan.out and "within a factor of 2" in plan.out
     assert swept.code == 0 and [line.split(":")[0] for line in swept.out.splitlines() if line[:4] == "job "] == [
         "job 0", "job 1",
     ]  # fmt: skip
