@@ -26,6 +26,7 @@ from lowbit.configs.schema_data import (
 )
 from lowbit.configs.schema_engine import (
     SIX_BITS,
+    AttentionKernel,
     CommConfig,
     CommKind,
     CompileMode,
@@ -66,6 +67,7 @@ from lowbit.configs.schema_precision import (
 __all__ = [
     "SIX_BITS",
     "AlignmentKind",
+    "AttentionKernel",
     "BatchConfig",
     "BatchWarmupConfig",
     "CheckpointConfig",
@@ -186,7 +188,8 @@ class RunConfig:
     max_steps: int | None = None
     max_tokens: int | None = None
     max_minutes: float | None = None
-    """The run ends at whichever limit comes first; at least one is needed."""
+    """The run ends at whichever limit comes first; at least one is needed. One that is given on the command line takes
+    the place of the preset's, those under another name too; the run says so."""
     resume: str = "auto"
     """auto: go on from the newest good checkpoint in the run's folder, if any;
     none: start anew, refused where there are some; or a path."""

@@ -32,6 +32,18 @@ class CompileMode(StrEnum):
     off = "off"
 
 
+class AttentionKernel(StrEnum):
+    """What computes attention inside packed documents on a GPU."""
+
+    auto = "auto"
+    """flex."""
+    flex = "flex"
+    """FlexAttention under a block mask, as for any visibility."""
+    varlen = "varlen"
+    """Flash attention's kernel for sequences of varying length, in BF16, where logits are not capped and the rule is
+    packed documents and nothing else; FlexAttention otherwise."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Execution."""
@@ -42,6 +54,7 @@ class EngineConfig:
     command is started by a launcher, or runs alone."""
     compile: CompileMode = CompileMode.auto
     recompute: Recompute = Recompute.none
+    attention: AttentionKernel = AttentionKernel.auto
     cuda_graphs: bool = False
     """local, on a GPU, without experts: replay each micro-batch as a CUDA graph. For small models, which otherwise wait
     for the host; activations stay allocated between steps, and evaluations need room of their own."""

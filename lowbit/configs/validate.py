@@ -22,7 +22,15 @@ from lowbit.configs.checks import (
     refuse,
     value_of,
 )
-from lowbit.configs.schema import SIX_BITS, CommKind, EngineKind, RunConfig, ScheduleKind
+from lowbit.configs.schema import (
+    SIX_BITS,
+    AttentionKernel,
+    CommKind,
+    ComputeDtype,
+    EngineKind,
+    RunConfig,
+    ScheduleKind,
+)
 from lowbit.configs.validate_data import check_data
 from lowbit.configs.validate_model import MODEL_EXAMPLES, MODEL_RANGES, check_model
 from lowbit.configs.validate_precision import check_precision
@@ -110,6 +118,7 @@ def validate(config: RunConfig) -> None:
     _engine(config)
     _expert_parallel(config)
     _cuda_graphs(config)
+    _attention_kernel(config)
     _schedule(config)
     check_precision(config)
     check_data(config)
@@ -205,6 +214,20 @@ def _cuda_graphs(config: RunConfig) -> None:
         raise refuse(config, key, "model.attention_z", why="what it measures would not be read", works=works)
     if config.device == "cpu":
         raise refuse(config, key, "device", why="a CPU has no graphs", works=works)
+
+
+def _attention_kernel(config: RunConfig) -> None:
+    key, works = "engine.attention", "engine.attention=flex would work"
+    if config.engine.attention is not AttentionKernel.varlen:
+        return
+    if config.model.attention_softcap is not None:
+        why = "the kernel knows no cap"
+        raise refuse(config, key, "model.attention_softcap", why=why, works=works)
+    if config.precision.compute is ComputeDtype.fp32:
+        raise refuse(config, key, "precision.compute", why="the kernel multiplies BF16", works=works)
+    if (config.model.head_dim or config.model.width // config.model.heads) % 8:
+        keys = ("model.head_dim",) if config.model.head_dim else ("model.width", "model.heads")
+        raise refuse(config, key, *keys, why="the kernel takes heads of a multiple of 8", works=works)
 
 
 def _expert_parallel(config: RunConfig) -> None:

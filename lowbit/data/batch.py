@@ -36,15 +36,13 @@ class Batch:
     def head(self, count: int) -> "Batch":
         """The first `count` sequences, for a look at what a model does with them."""
         seen, weights = self.visibility, self.weights[:count]
-        if seen is not None:
-            seen = Visibility(seen.start[:count], seen.limit[:count], seen.position[:count])
+        seen = None if seen is None else seen.rows(count)
         return Batch(self.tokens[:count], self.targets[:count], weights, seen, int((weights > 0).sum()))
 
     def pin(self) -> "Batch":
         """The same in page-locked memory, from which a GPU copies while it computes."""
         seen = self.visibility
-        if seen is not None:
-            seen = Visibility(seen.start.pin_memory(), seen.limit.pin_memory(), seen.position.pin_memory())
+        seen = None if seen is None else seen.pin()
         return Batch(
             self.tokens.pin_memory(), self.targets.pin_memory(), self.weights.pin_memory(), seen, self.valid_tokens
         )

@@ -3,7 +3,8 @@
 Plain causal attention (`mask` None) is SDPA: on a GPU cuDNN first, then flash (H200, B4 H16 T4096 D128: cuDNN 589
 TFLOP/s forward, flash 275); cuDNN's backward is not bitwise reproducible, and PyTorch itself passes over it where
 deterministic algorithms are asked for. Documents and other visibilities are a dense bool mask on the CPU and
-FlexAttention on a GPU. Capped logits are FlexAttention's on a GPU, too, and written out elsewhere (models/capped.py).
+FlexAttention on a GPU; packed documents go to flash attention's kernel for sequences of varying length where a model is
+told so (models/varlen.py). Capped logits are FlexAttention's on a GPU, and written out elsewhere (models/capped.py).
 
 FlexAttention skips blocks of the score matrix, and wants to be told which. Evaluating the rule on all T^2 pairs
 would cost more than it saves; but start and limit are intervals, so their extremes over each block of B keys decide:
@@ -26,10 +27,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from lowbit.errors import DataError
 from lowbit.models.capped import written_out
+from lowbit.models.varlen import Varlen, varlen_with_z
 from lowbit.models.visibility import Visibility, causal
 
-AttentionMask = Tensor | BlockMask | None
-"""None: plain causal. Tensor: bool [B, 1, T, S], true where visible. BlockMask: FlexAttention's."""
+AttentionMask = Tensor | BlockMask | Varlen | None
+"""None: plain causal. Tensor: bool [B, 1, T, S], true where visible. BlockMask: FlexAttention's. Varlen: documents."""
 
 BLOCK = 128
 _PREFERRED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -42,6 +44,7 @@ def prepare_mask(
     device: torch.device | str,
     window: int | None = None,
     capped: bool = False,
+    varlen: bool = False,
 ) -> AttentionMask:
     """What `attention` needs to know of a batch's visibility; built once a batch and shared by all layers of a kind.
 
@@ -50,6 +53,8 @@ def prepare_mask(
             the tokens. device: where attention runs.
         window: of a local layer, in positions; None for a global one.
         capped: logits are, so that plain causal attention is FlexAttention's, too.
+        varlen: packed documents go to the kernel for sequences of varying length. Of a rule that lies on a GPU already
+            that is known only if it was known before (`Visibility.with_ends`).
 
     Raises:
         DataError: the visibility has another shape; or its values are on the CPU, where they can be read without
@@ -72,7 +77,11 @@ def prepare_mask(
         visibility.validate()
         if not needed and visibility.is_causal():
             return None
+        if varlen and visibility.ends is None:
+            visibility = visibility.with_ends()
     visibility = visibility.to(device, non_blocking=True)
+    if varlen and visibility.ends is not None and visibility.sizes is not None:
+        return Varlen(visibility.ends, visibility.sizes, window or 0)
     if on_gpu:
         return block_mask(visibility, window)
     return dense_mask(visibility, window)
@@ -167,6 +176,9 @@ def attention(
     """
     if isinstance(mask, BlockMask):
         return flex_with_z(q, k, v, mask, scale, softcap)[0]
+    if isinstance(mask, Varlen):
+        assert softcap is None
+        return varlen_with_z(q, k, v, mask, scale or q.shape[-1] ** -0.5)[0]
     if softcap is not None:
         return written_out(q, k, v, mask, scale or q.shape[-1] ** -0.5, softcap)[0]
     grouped = k.shape[1] != q.shape[1]

@@ -6,24 +6,21 @@ at 64. Only the gradient is ever computed: with g_i = dL/dz_i it is
 
     dS_ij += g_i P_ij,   so   dS = P * (dO V^T - D + g)   with   D_i = sum_d dO_id O_id
 
-FlexAttention's logsumexp is differentiable, with capped logits, too: z is then theirs. The other kernels know no g, but
-do know V, O and dO: one more column, 1 in V, 0 in O and g in dO, adds g_i * 1 to (dO V^T)_ij and nothing to D_i. So the
-forward pass runs as always and only the backward call sees the wider tensors, eight columns wider for the kernels'
-alignment. Logits are never materialised.
+FlexAttention's logsumexp is differentiable, with capped logits, too: z is then theirs. The other kernels take g through
+a column that is added in their backward call (models/z_column.py). Logits are never materialised.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from lowbit.models.attention import AttentionMask, flex_with_z
 from lowbit.models.capped import written_out
+from lowbit.models.varlen import Varlen, varlen_with_z
+from lowbit.models.z_column import COLUMNS, widened
 
-COLUMNS = 8
-"""Columns added in the backward call: one would do, kernels want multiples of eight."""
 CUDNN_WIDEST = 128
 """Widest head that cuDNN's backward pass takes on Hopper."""
 _aten = torch.ops.aten
@@ -35,6 +32,9 @@ def attention_with_z(
     """As `attention`, and z [B, H, T], FP32: the logsumexp of each query's visible logits. Both are differentiable."""
     if isinstance(mask, BlockMask):
         return flex_with_z(q, k, v, mask, scale, softcap)
+    if isinstance(mask, Varlen):
+        assert softcap is None
+        return varlen_with_z(q, k, v, mask, scale or q.shape[-1] ** -0.5)
     if softcap is not None:  # the added column knows the slope of the softmax alone, not that of the cap
         return written_out(q, k, v, mask, scale or q.shape[-1] ** -0.5, softcap)
     share = q.shape[1] // k.shape[1]
@@ -59,27 +59,9 @@ class _WithZ(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse, *more = ctx.saved_tensors
-        width = q.shape[-1]
-
-        def wider(x: Tensor, column: Tensor | float | None = None) -> Tensor:
-            x = F.pad(x, (0, COLUMNS))
-            if column is not None:
-                x[..., width] = column
-            return x
-
-        grads = _backward(
-            wider(grad_out, grad_z.to(grad_out.dtype)),
-            wider(q),
-            wider(k),
-            wider(v, 1.0),
-            wider(out),
-            lse,
-            mask,
-            more,
-            ctx.numbers,
-            ctx.scale,
-        )
-        dq, dk, dv = (grad[..., :width] for grad in grads)
+        wide = widened(grad_out, grad_z, q, k, v, out)
+        grads = _backward(*wide, lse, mask, more, ctx.numbers, ctx.scale)
+        dq, dk, dv = (grad[..., : q.shape[-1]] for grad in grads)
         return dq, dk, dv, None, None
 
 

@@ -237,6 +237,7 @@ _KEPT = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.lowbit.varlen_attention.default,
     torch.ops.higher_order.flex_attention,
 }
 """Expensive to compute: selective recomputation keeps their results and repeats the element-wise rest."""

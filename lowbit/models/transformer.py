@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.configs.schema import ModelConfig, Recompute
+from lowbit.configs.schema import AttentionKernel, ModelConfig, Recompute
 from lowbit.configs.validate_model import check_architecture
 from lowbit.errors import ConfigError, DataError
 from lowbit.models.attention import prepare_mask
@@ -34,7 +34,9 @@ from lowbit.models.cost import head_dim_of, kv_owners, kv_source, mup_ratio, voc
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, state_buffers
 from lowbit.models.moe import Moe
 from lowbit.models.rope import rope_frequencies, rope_tables
+from lowbit.models.varlen import takes
 from lowbit.models.visibility import Visibility
+from lowbit.models.z_column import COLUMNS
 
 SMALL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down.weight", "mlp.shared.down.weight")
 """The projections that write into the residual stream."""
@@ -84,6 +86,7 @@ class Transformer(nn.Module):
         self.vocab_size = vocab_size
         self.padded_vocab = vocab_rows_of(config, vocab_size)
         self.compute_dtype = compute_dtype
+        self.attention_kernel = AttentionKernel.auto
         self.embedding = Embedding(self.padded_vocab, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = RMSNorm(config.width, config.norm_eps)
@@ -102,6 +105,14 @@ class Transformer(nn.Module):
     def head_weight(self) -> nn.Parameter:
         """The LM head's weight [padded_vocab, width]: the embedding's when tied."""
         return self.embedding.weight if self.head is None else self.head.weight
+
+    @property
+    def uses_varlen(self) -> bool:
+        """Whether attention inside packed documents is the kernel's for sequences of varying length."""
+        wanted = self.attention_kernel is AttentionKernel.varlen
+        width = head_dim_of(self.config) + (COLUMNS if self.config.attention_z else 0)
+        usable = self.config.attention_softcap is None and takes(self.compute_dtype, width)
+        return wanted and usable and self.head_weight.is_cuda
 
     def forward(self, tokens: Tensor, visibility: Visibility | None = None, cache: KVCache | None = None) -> Tensor:
         """Hidden states after the final norm.
@@ -128,8 +139,8 @@ class Transformer(nn.Module):
             if cache is not None:
                 masks[window] = cache.mask(length, window or None)
             else:
-                capped = self.config.attention_softcap is not None
-                masks[window] = prepare_mask(visibility, batch, length, device, window or None, capped)
+                capped, varlen = self.config.attention_softcap is not None, self.uses_varlen
+                masks[window] = prepare_mask(visibility, batch, length, device, window or None, capped, varlen)
         if cache is not None:
             position = cache.positions(length)
         else:

@@ -15,17 +15,24 @@ it (models/trees.py). A local layer's window is measured in it: there, key j is 
     padding                   j                     j + 1: it sees itself, and nobody sees it
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lowbit.errors import DataError
 
+MOST_DOCUMENTS = 65_535
+"""What a kernel's grid takes."""
+IDLE = 32
+"""A kernel for sequences of varying length looks at so many times the blocks that hold tokens, at most: it has room for
+the longest document in place of each."""
+
 
 @dataclass(frozen=True)
 class Visibility:
-    """Visibility of a batch; three int32 tensors [B, T]."""
+    """Visibility of a batch; three int32 tensors [B, T], and what `with_ends` adds."""
 
     start: Tensor
     """First query index that sees this key."""
@@ -33,18 +40,57 @@ class Visibility:
     """One past the last query index that sees this key."""
     position: Tensor
     """Depth of the token, for the rotary embedding."""
+    ends: Tensor | None = None
+    """Of packed documents: int32 [B T + 1], the token at which each begins, counted row after row, then B T."""
+    sizes: Tensor | None = None
+    """With `ends`: int64 [2], always on the CPU; documents to look at and tokens of the longest, both rounded up."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Visibility":
         """The same on another device."""
-        return Visibility(
-            self.start.to(device, non_blocking=non_blocking),
-            self.limit.to(device, non_blocking=non_blocking),
-            self.position.to(device, non_blocking=non_blocking),
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin(self) -> "Visibility":
+        """The same in page-locked memory."""
+        return self._each(Tensor.pin_memory)
+
+    def clone(self) -> "Visibility":
+        """The same in tensors of its own."""
+        return self._each(Tensor.clone)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Visibility":
+        ends = None if self.ends is None else change(self.ends)
+        return Visibility(change(self.start), change(self.limit), change(self.position), ends, self.sizes)
+
+    def rows(self, count: int) -> "Visibility":
+        """Of the first rows alone."""
+        return Visibility(self.start[:count], self.limit[:count], self.position[:count])
 
     def expand(self, batch: int) -> "Visibility":
         """One row's rule for `batch` rows, as views."""
         return Visibility(*(tensor.expand(batch, -1) for tensor in (self.start, self.limit, self.position)))
+
+    def with_ends(self) -> "Visibility":
+        """Of a rule on the CPU: the same, with `ends` and `sizes` where it is packed documents and nothing else.
+
+        Tokens of a document are neighbours that see those before them, and their positions follow each other; padding
+        is a document by itself. A batch of many short documents and a long one has no `ends`: see `IDLE`.
+        """
+        rows, length = self.start.shape
+        index = torch.arange(length, dtype=torch.int32)
+        begins = torch.ones(rows, length, dtype=torch.bool)
+        begins[:, 1:] = self.limit[:, :-1] == index[1:]  # nobody before it sees what comes from here on
+        goes_on = (self.limit[:, 1:] == self.limit[:, :-1]) & (self.position[:, 1:] == self.position[:, :-1] + 1)
+        packed = (self.start == index).all() & (begins[:, 1:] | goes_on).all() & (self.limit[:, -1] == length).all()
+        if not packed:
+            return self
+        first = begins.flatten().nonzero().flatten().int()
+        ends = torch.full((rows * length + 1,), rows * length, dtype=torch.int32)
+        ends[: len(first)] = first
+        documents = min(_rounded_up(len(first), 16), rows * length)
+        longest = min(_rounded_up(int(ends[: len(first) + 1].diff().max()), 128), length)
+        if documents > MOST_DOCUMENTS or documents * -(-longest // 128) > IDLE * -(-rows * length // 128):
+            return self
+        return replace(self, ends=ends, sizes=torch.tensor([documents, longest]))
 
     def validate(self, max_sequence: int | None = None, document: Tensor | None = None, tree: bool = False) -> None:
         """Check shapes, types and ranges, and that every token sees itself (else its softmax would be empty).
@@ -106,6 +152,12 @@ class Visibility:
         row, token = (int(i) for i in (~good).nonzero()[0])
         value = int(getattr(self, name)[row, token])
         raise DataError(f"visibility.{name}[{row}, {token}] = {value} of token {token} in row {row}: {rule}")
+
+
+def _rounded_up(number: int, least: int) -> int:
+    """The next of `least` times 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 ...: at most a quarter more, and few."""
+    step = least * (1 << max(0, ((number - 1) // least).bit_length() - 3))
+    return -(-number // step) * step
 
 
 def causal(batch: int, length: int, device: torch.device | str = "cpu") -> Visibility:

@@ -84,7 +84,7 @@ def _batch(
             limit[row, here] = here.stop
             position[row, here] = torch.arange(len(ids) - 1, dtype=torch.int32)
             places.append(Place(item, row, begin))
-    seen = Visibility(start, limit, position)
+    seen = Visibility(start, limit, position).with_ends()
     return Batch(tokens, targets, torch.zeros(rows, length), seen, 0), places
 
 

@@ -109,6 +109,7 @@ class DeepSpeedEngine:
 
     def _prepare_blocks(self, deepspeed: Any, config: RunConfig) -> None:
         """Recomputation and compilation. At stage 3 a block's weights come together, with no hooks inside its graph."""
+        self.model.attention_kernel = config.engine.attention
         self.model.set_recompute(config.engine.recompute)
         compiled = wants_compile(config.engine.compile, self.device)
         if self.stage < 3:

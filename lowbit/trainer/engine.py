@@ -124,6 +124,7 @@ class LocalEngine:
                 f"engine.cuda_graphs=true on {self.device}: only a GPU has them; engine.cuda_graphs=false"
             )
         self._graphs = MicroBatchGraphs(model, self._pass, self.device) if engine.cuda_graphs else None
+        model.attention_kernel = engine.attention
         model.set_recompute(engine.recompute)
         if wants_compile(engine.compile, self.device):
             model.compile_blocks()

@@ -9,8 +9,9 @@ launching, for kernels of 0.02 ms. A graph records the kernels once and replays 
   optimizer steps and stabilisers work in place.
 
 The first passes of a kind run as they are, which compiles, and warms up what allocates once. A kind is an objective,
-the shapes of a batch, whether it has a mask, and the layers' policies. Graphs share one pool of memory, which holds a
-pass's activations for as long as the run lasts; whatever runs outside of graphs, an evaluation say, has its own.
+the shapes of a batch, whether it has a mask, what the launch of a kernel for documents depends on, and the layers'
+policies. Graphs share one pool of memory, which holds a pass's activations for as long as the run lasts; whatever runs
+outside of graphs, an evaluation say, has its own.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from lowbit.data.batch import Batch
 from lowbit.models.transformer import Transformer
-from lowbit.models.visibility import Visibility
 from lowbit.quant.apply import lowbit_layers
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.policy import LinearPolicy
@@ -40,7 +40,7 @@ class _Kind:
     """Micro-batches that one graph serves."""
 
     objective: Objective
-    shapes: tuple[torch.Size | None, ...]
+    shapes: tuple[object, ...]
     policies: list[LinearPolicy]
     passes: int = 0
     graph: torch.cuda.CUDAGraph | None = None
@@ -48,7 +48,7 @@ class _Kind:
     scale: Tensor | None = None
     out: ObjectiveOutput | None = None
 
-    def serves(self, objective: Objective, shapes: tuple[torch.Size | None, ...], policies: list[LinearPolicy]) -> bool:
+    def serves(self, objective: Objective, shapes: tuple[object, ...], policies: list[LinearPolicy]) -> bool:
         """Whether it is of this kind."""
         same = self.objective is objective and self.shapes == shapes
         return same and all(a is b for a, b in zip(self.policies, policies, strict=True))
@@ -70,6 +70,9 @@ class MicroBatchGraphs:
 
     def run(self, objective: Objective, batch: Batch, scale: float) -> ObjectiveOutput:
         """See `Engine.micro_step`. What it returns is good until the next call."""
+        seen = batch.visibility
+        if seen is not None and not self.model.uses_varlen:
+            batch = replace(batch, visibility=replace(seen, ends=None, sizes=None))
         kind = self._kind(objective, batch)
         outside = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(outside)
@@ -90,7 +93,7 @@ class MicroBatchGraphs:
         if self._layers is None:
             self._layers = list(lowbit_layers(self.model).values())
         policies = [layer.policy for layer in self._layers]
-        shapes = tuple(None if tensor is None else tensor.shape for tensor in _tensors(batch))
+        shapes = (*(None if tensor is None else tensor.shape for tensor in _tensors(batch)), *_sizes(batch))
         for kind in self._kinds:
             if kind.serves(objective, shapes, policies):
                 return kind
@@ -140,12 +143,17 @@ def _replay(kind: _Kind, batch: Batch, scale: float) -> ObjectiveOutput:
 
 def _tensors(batch: Batch) -> tuple[Tensor | None, ...]:
     seen = batch.visibility
-    masks = (None, None, None) if seen is None else (seen.start, seen.limit, seen.position)
+    masks = (None,) * 4 if seen is None else (seen.start, seen.limit, seen.position, seen.ends)
     return batch.tokens, batch.targets, batch.weights, *masks
+
+
+def _sizes(batch: Batch) -> tuple[int, ...]:
+    """How many documents and how long, roundly."""
+    seen = batch.visibility
+    return () if seen is None or seen.sizes is None else tuple(seen.sizes.tolist())
 
 
 def _copy(batch: Batch) -> Batch:
     seen = batch.visibility
-    if seen is not None:
-        seen = Visibility(seen.start.clone(), seen.limit.clone(), seen.position.clone())
+    seen = None if seen is None else seen.clone()
     return Batch(batch.tokens.clone(), batch.targets.clone(), batch.weights.clone(), seen, batch.valid_tokens)

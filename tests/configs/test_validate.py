@@ -99,6 +99,12 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"engine.cuda_graphs": True, "model.moe.experts": 4}, ["model.moe.experts=4", "not the same each time"]),
     ({"engine.cuda_graphs": True, "model.attention_z": 1e-4}, ["model.attention_z", "engine.cuda_graphs=false"]),
     ({"engine.cuda_graphs": True, "device": "cpu"}, ["device=cpu", "a CPU has no graphs"]),
+    (
+        {"engine.attention": "varlen", "model.attention_softcap": 50.0},
+        ["engine.attention=varlen model.attention_softcap=50", "knows no cap", "engine.attention=flex would work"],
+    ),
+    ({"engine.attention": "varlen", "precision.compute": "fp32"}, ["precision.compute=fp32", "multiplies BF16"]),
+    ({"engine.attention": "varlen", "model.head_dim": 12}, ["model.head_dim=12", "a multiple of 8"]),
     ({"engine.expert_parallel": True}, ["engine.expert_parallel=true", "model.moe.experts=0", "no experts"]),
     ({"engine.expert_parallel": True, "model.moe.experts": 4}, ["engine.kind=local", "one process has all experts"]),
     (

@@ -180,6 +180,19 @@ def test_without_document_mask_attention_is_causal(dataset: Dataset, config: Dat
     assert torch.equal(batch.tokens, dataset.training_batch(np.array([0]), np.array([1])).tokens)
 
 
+def test_batches_say_where_their_documents_begin(loader: Callable[..., Loader]) -> None:
+    """Made in the loader's thread, for a kernel that cannot ask the rule on its device."""
+    ahead = loader(micro_batch=2, prefetch=2)
+    found = [batch.visibility for _ in range(10) for batch in ahead.next_step()]
+    packed = [seen for seen in found if seen is not None]
+    assert packed, "the others are plain causal"
+    for seen in packed:
+        assert seen.ends is not None and seen.sizes is not None
+        first = (seen.position == 0).flatten().nonzero().flatten()
+        assert torch.equal(seen.ends[: len(first)].long(), first) and int(seen.sizes[0]) >= len(first)
+        assert (seen.ends[len(first) :] == 2 * LENGTH).all()
+
+
 def test_rank_blocks_make_up_the_step(loader: Callable[..., Loader]) -> None:
     reference = loader(micro_batch=12)
     ranks = [loader(micro_batch=3, world=2, rank=r) for r in range(2)]
