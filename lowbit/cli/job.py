@@ -23,7 +23,7 @@ from lowbit.cli import torchrun
 from lowbit.cli.ending import say
 from lowbit.cli.settings import Shown
 from lowbit.cli.start import with_start
-from lowbit.configs.compose import CONFIG_MODULE, compose_for, compose_tree, to_config
+from lowbit.configs.compose import CONFIG_MODULE, compose_for, compose_tree, replaced_limits, to_config
 from lowbit.configs.overrides import PRETRAIN, Command, expand_sweep, for_hydra, sweep_keys
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.stored import to_yaml
@@ -131,7 +131,7 @@ def run_one(given: Sequence[str], task: Task = PRETRAINING) -> None:
 
     def job(tree: Any) -> None:
         try:
-            _work(tree, task)
+            _work(tree, task, overrides)
         except Exception as error:
             _log(error)
             failure.append(error)
@@ -220,17 +220,16 @@ def _ending(
     return error
 
 
-def _work(tree: Any, task: Task, typed: Sequence[str] = ()) -> object:
-    """The job itself: from Hydra's configuration to a finished run, and what that reached.
-
-    typed: its settings, should it start ranks.
-    """
+def _work(tree: Any, task: Task, typed: Sequence[str]) -> object:
+    """The job itself: from Hydra's configuration to a finished run, and what that reached. typed: its settings."""
     from hydra.core.hydra_config import HydraConfig
 
     config, folder = to_config(task.command, tree), Path(HydraConfig.get().runtime.output_dir)
     if task.joined and torchrun.starts_ranks(config):
         torchrun.run_ranks(config, task.words, [*typed, f"hydra.run.dir={_quoted(folder)}"])
         return None
+    for line in replaced_limits(typed, task.command):
+        logger.info("%s", line)
     return task.work(config, folder)
 
 

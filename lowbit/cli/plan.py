@@ -38,6 +38,7 @@ def plan(
 ) -> None:
     """Print parameters, FLOPs a token, memory by part, the largest micro-batch that fits, the run's length, what
     each layer computes in, and what gradients cost on a network."""
+    from lowbit.configs.compose import replaced_limits
     from lowbit.configs.validate import check_world
     from lowbit.trainer.hardware import pick_device
     from lowbit.trainer.network_plan import ranks_on, take_network
@@ -56,6 +57,7 @@ def plan(
     made = make_plan(config, vocab_size, compute_bytes=compute_bytes, memory_bytes=memory_bytes, ranks=ranks)
     dtype = "bf16" if compute_bytes == 2 else "fp32"
     lines = describe(config, made, vocab_size, f"{device}, {memory_bytes / GIB:.1f} GiB, {dtype}")
+    lines += replaced_limits(rest)
     if ranks > 1:
         lines.append(describe_wire(config, compute_bytes, ranks))
     if network is not None:

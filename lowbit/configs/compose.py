@@ -8,11 +8,11 @@ Presets come last in the defaults list and may override other groups; what the u
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from lowbit.configs.overrides import COMMANDS, PRETRAIN, Command, Config, check, with_own_limits
+from lowbit.configs.overrides import COMMANDS, LIMITS, PRETRAIN, Command, Config, check, with_own_limits
 from lowbit.configs.schema import DataConfig, RunConfig
 from lowbit.configs.stored import plain
 from lowbit.configs.strict import build
@@ -48,6 +48,30 @@ def compose_tree(overrides: Sequence[str], command: Command[RunConfig] = PRETRAI
             return hydra.compose(command.name, overrides=checked, return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error, overrides)) from None
+
+
+def replaced_limits(overrides: Sequence[str], command: Command[RunConfig] = PRETRAIN) -> list[str]:
+    """Of a run's checked overrides: which limits of the preset the user's own have taken the place of, in words."""
+    from omegaconf import OmegaConf
+
+    gone = [text.partition("=")[0] for text in with_own_limits(overrides)[len(overrides) :]]
+    if not gone:
+        return []
+    sections = {key.rpartition(".")[0] for key in gone}
+    own = [text for text in overrides if _limits(text, sections)]
+    preset = compose_tree([text for text in overrides if text not in own], command)
+    values = {key: value for key in gone if (value := OmegaConf.select(preset, key)) is not None}
+    return [
+        f"{' '.join(text for text in own if _limits(text, {key.rpartition('.')[0]}))} takes the place of the preset's "
+        f"{key}={value}; give both to have whichever comes first"
+        for key, value in values.items()
+    ]
+
+
+def _limits(text: str, sections: Collection[str]) -> bool:
+    """Whether an override sets a limit of one of these sections ("" is the top)."""
+    section, _, key = text.lstrip("+").partition("=")[0].rpartition(".")
+    return key in LIMITS and section in sections
 
 
 def to_config(command: Command[Config], tree: Any) -> Config:

@@ -14,8 +14,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from lowbit.configs.compose import compose, compose_tree, to_config
-from lowbit.configs.overrides import PRETRAIN, expand_sweep, groups
+from lowbit.configs.compose import compose, compose_tree, replaced_limits, to_config
+from lowbit.configs.overrides import PIPELINE, PRETRAIN, expand_sweep, groups
 from lowbit.configs.schema import OptimizerKind, RunConfig, SourceKind
 from lowbit.configs.stored import plain
 from lowbit.configs.strict import build
@@ -118,6 +118,18 @@ def test_a_limit_that_the_user_sets_replaces_those_of_the_preset() -> None:
     assert limits("max_tokens=5000") == (None, 5000, None)
     assert limits("max_minutes=2", "+max_steps=9") == (9, None, 2.0)
     assert [compose(job).max_minutes for job in expand_sweep(["max_steps=3,4"])] == [None, None]
+
+
+def test_a_replaced_limit_is_said() -> None:
+    """Only where the preset has another one, and in the section in which it stands."""
+    steps = compose().max_steps
+    assert replaced_limits(["seed=2", "max_minutes=2"]) == [
+        f"max_minutes=2 takes the place of the preset's max_steps={steps}; give both to have whichever comes first"
+    ]
+    assert replaced_limits(["seed=2"]) == replaced_limits(["max_minutes=2", "+max_steps=9"]) == []
+    assert replaced_limits(["preset=quick", "max_steps=9"]) == []
+    [line] = replaced_limits(["pipeline=quick", "distill.max_tokens=9000", "rl.max_steps=1"], PIPELINE)
+    assert line.startswith("distill.max_tokens=9000 takes the place of the preset's distill.max_steps=20;")
 
 
 @pytest.mark.parametrize("preset", sorted(groups()["preset"]))
