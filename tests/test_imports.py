@@ -18,7 +18,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "lowbit"
 
 SCHEMA = {f"lowbit.configs.{file.stem}" for file in (PACKAGE / "configs").glob("schema*.py")}
-LEAVES = {"lowbit", "lowbit.errors", "lowbit.configs.validate_model", *SCHEMA}
+LEAVES = {"lowbit", "lowbit.errors", "lowbit.configs.validate_model", "lowbit.configs.nearest", *SCHEMA}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),

@@ -163,19 +163,19 @@ def _cpu() -> Device:
 
     import torch
 
-    from lowbit.trainer.hardware import device_name, fast_bf16
+    from lowbit.trainer.hardware import GIB, device_memory, device_name, fast_bf16
     from lowbit.trainer.precision import native_precisions
 
     cpu = torch.device("cpu")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     formats = dict.fromkeys(TENSOR_CORES, "emulated") | {"bf16": "native" if fast_bf16(cpu) else "emulated (slow)"}
     name = f"{device_name(cpu)}, {os.cpu_count()} cores"
-    return Device(name, memory / 2**30, "", formats, native_precisions(cpu))
+    return Device(name, device_memory(cpu) / GIB, "", formats, native_precisions(cpu))
 
 
 def _gpu(index: int) -> Device:
     import torch
 
+    from lowbit.trainer.hardware import GIB
     from lowbit.trainer.precision import native_precisions
 
     properties = torch.cuda.get_device_properties(index)
@@ -183,7 +183,7 @@ def _gpu(index: int) -> Device:
     name = f"cuda:{index} {properties.name}"
     return Device(
         name,
-        properties.total_memory / 2**30,
+        properties.total_memory / GIB,
         f"{capability[0]}.{capability[1]}",
         capability_formats(capability),
         native_precisions(torch.device("cuda", index)),

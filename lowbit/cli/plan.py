@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from lowbit.trainer.network_plan import Network
     from lowbit.trainer.plan import Plan
 
-GIB = 2**30
-
 PlanOverrides = Annotated[
     list[str] | None,
     settings(
@@ -40,7 +38,7 @@ def plan(
     each layer computes in, and what gradients cost on a network."""
     from lowbit.configs.compose import replaced_limits
     from lowbit.configs.validate import check_world
-    from lowbit.trainer.hardware import pick_device
+    from lowbit.trainer.hardware import GIB, pick_device
     from lowbit.trainer.network_plan import ranks_on, take_network
     from lowbit.trainer.plan import plan as make_plan
     from lowbit.trainer.plan import planned_vocabulary
@@ -91,6 +89,7 @@ def _network(
 def describe(config: "RunConfig", made: "Plan", vocab_size: int, device: str) -> list[str]:
     """The printed lines of a plan."""
     from lowbit.models.cost import attention_flops_per_token
+    from lowbit.trainer.hardware import GIB
 
     p, memory = made.parameters, made.memory
     b, m = config.batch, config.model
@@ -146,11 +145,10 @@ def _length(config: "RunConfig", made: "Plan") -> str:
 def _device(config: "RunConfig", memory_gb: float | None) -> tuple[str, int, int]:
     """Name, bytes of memory and bytes of a compute number of the device to plan for."""
     from lowbit.configs.schema import ComputeDtype
+    from lowbit.trainer.hardware import GIB, compute_dtype, device_memory, device_name, pick_device
 
     if memory_gb is not None:
         return "a GPU", int(memory_gb * GIB), 4 if config.precision.compute is ComputeDtype.fp32 else 2
-    from lowbit.trainer.hardware import compute_dtype, device_memory, device_name, pick_device
-
     device = pick_device(config.device)
     dtype = compute_dtype(config.precision, device)
     return device_name(device), device_memory(device), dtype.itemsize

@@ -3,10 +3,6 @@
 The files `validate*.py` say what is refused; each stage and each section of the settings has one.
 """
 
-import difflib
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowbit.configs.schema import RunConfig
@@ -54,24 +50,6 @@ def refuse(config: Any, *keys: str, why: str, works: str) -> ConfigError:
     """The error for a combination: `key=value key=value: why; works`."""
     given = " ".join(f"{key}={show(value_of(config, key))}" for key in keys)
     return ConfigError(f"{given}: {why}; {works}")
-
-
-def nearest_path(given: str, words: Sequence[str] = ()) -> str:
-    """`"; nearest: X"` for a path that does not exist, or nothing: what lies where its first wrong part should.
-
-    words: what may stand in the path's place.
-    """
-    place = Path(given).expanduser()
-    wrong = next((path for path in (*reversed(place.parents), place) if not path.exists()), None)
-    if wrong is None:  # it is there, and something else than was wanted
-        return ""
-    names: list[str] = []
-    with suppress(OSError):
-        names = [path.name for path in wrong.parent.iterdir() if not path.name.startswith(".")]
-    known = {name: str(wrong.with_name(name)) for name in names} | {word: word for word in words}
-    matches = difflib.get_close_matches
-    close = matches(wrong.name, known, n=1) or matches(wrong.name.lower(), words, n=1)
-    return f"; nearest: {known[close[0]]}" if close else ""
 
 
 def check_ranges(config: RunConfig, ranges: dict[str, Range], examples: dict[str, Any] | None = None) -> None:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Generic, TypeVar
 
+from lowbit.configs.nearest import nearest, suggest
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.schema_pipeline import PipelineConfig, Stage
 from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.stages import fill
-from lowbit.configs.strict import build, fields_of, locate, nearest, schema_paths, show, suggest
+from lowbit.configs.strict import build, fields_of, locate, schema_paths, show
 from lowbit.errors import ConfigError
 
 FREE_NAMES = ("data.sources.", "precision.define.")

@@ -7,15 +7,15 @@ an integer where a number is wanted, an integer where text is wanted (Hydra read
 """
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
 
+from lowbit.configs.nearest import nearest, suggest
 from lowbit.configs.schema import RunConfig
 from lowbit.errors import ConfigError
 
@@ -55,24 +55,6 @@ def accepted(hint: Any) -> str:
     else:
         text = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[hint]
     return f"{text}, or null" if optional else text
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like `name`, comparing whole dotted paths and their last parts; None if nothing is close."""
-
-    def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
-        last = difflib.SequenceMatcher(None, name.lower().split(".")[-1], candidate.lower().split(".")[-1]).ratio()
-        return max(whole, 0.5 * whole + 0.5 * last)
-
-    best = max(candidates, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= 0.5 else None
-
-
-def suggest(name: str, candidates: Iterable[str]) -> str:
-    """`"; nearest: X"`, or nothing."""
-    best = nearest(name, candidates)
-    return f"; nearest: {best}" if best else ""
 
 
 def schema_paths(cls: type = RunConfig, prefix: str = "") -> tuple[str, ...]:

@@ -18,10 +18,10 @@ from lowbit.configs.checks import (
     Range,
     check_ranges,
     nearest_divisor,
-    nearest_path,
     refuse,
     value_of,
 )
+from lowbit.configs.nearest import nearest_path
 from lowbit.configs.schema import (
     SIX_BITS,
     AttentionKernel,

@@ -3,7 +3,8 @@
 import glob
 from pathlib import Path
 
-from lowbit.configs.checks import nearest_path, refuse, value_of
+from lowbit.configs.checks import refuse, value_of
+from lowbit.configs.nearest import nearest_path
 from lowbit.configs.schema import RunConfig, SourceKind, TokenizerKind
 
 BYTE_VOCABULARY = 257

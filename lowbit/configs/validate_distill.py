@@ -4,7 +4,8 @@ here what is the distillation's own."""
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.configs.checks import COUNT, FRACTION, POSITIVE, Range, check_ranges, nearest_path, refuse
+from lowbit.configs.checks import COUNT, FRACTION, POSITIVE, Range, check_ranges, refuse
+from lowbit.configs.nearest import nearest_path
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig, Divergence, Estimator
 from lowbit.configs.validate import validate

@@ -6,7 +6,8 @@ Where a stage begins is known when it does; until then its tokenizer stands for 
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.configs.checks import nearest_path, refuse
+from lowbit.configs.checks import refuse
+from lowbit.configs.nearest import nearest_path
 from lowbit.configs.schema import RunConfig, TokenizerConfig, TokenizerKind
 from lowbit.configs.schema_pipeline import PipelineConfig, Stage
 from lowbit.configs.validate import check_world, validate

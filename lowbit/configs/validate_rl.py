@@ -8,7 +8,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.configs.checks import COUNT, FRACTION, INSIDE, NATURAL, POSITIVE, Range, check_ranges, nearest_path, refuse
+from lowbit.configs.checks import COUNT, FRACTION, INSIDE, NATURAL, POSITIVE, Range, check_ranges, refuse
+from lowbit.configs.nearest import nearest_path
 from lowbit.configs.schema import (
     BatchConfig,
     DataConfig,

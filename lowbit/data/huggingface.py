@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lowbit.configs.nearest import did_you_mean
 from lowbit.configs.schema import SourceConfig
-from lowbit.data.hints import did_you_mean
 from lowbit.data.readers import missing_field
 from lowbit.errors import DataError
 

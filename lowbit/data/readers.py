@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lowbit.data.hints import did_you_mean
+from lowbit.configs.nearest import did_you_mean
 from lowbit.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")

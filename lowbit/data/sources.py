@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
+from lowbit.configs.nearest import did_you_mean
 from lowbit.configs.schema import SourceConfig, SourceKind
 from lowbit.data.conversations import read_lines
-from lowbit.data.hints import did_you_mean
 from lowbit.data.readers import SUFFIXES, decode_utf8, is_readable, read_file
 from lowbit.errors import DataError
 

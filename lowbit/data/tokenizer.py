@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowbit.data.hints import did_you_mean
+from lowbit.configs.nearest import did_you_mean
 from lowbit.data.storage import atomic_write, write_error
 from lowbit.errors import ConfigError, DataError
 

@@ -29,12 +29,11 @@ from lowbit.pipeline.stages import in_words, naming
 from lowbit.pipeline.timing import READ, SHARE, conversation, measured_rate, times
 from lowbit.trainer.aligned import columns
 from lowbit.trainer.console import duration
-from lowbit.trainer.hardware import compute_dtype, device_name, pick_device
+from lowbit.trainer.hardware import GIB, compute_dtype, device_name, pick_device
 from lowbit.trainer.imported import beginning
 from lowbit.trainer.plan import Plan, planned_vocabulary
 from lowbit.trainer.plan import plan as plan_run
 
-GIB = 2**30
 FACTOR = 2
 """How far the time of a whole pipeline may be off."""
 

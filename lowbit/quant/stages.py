@@ -19,10 +19,10 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any
 
+from lowbit.configs.nearest import suggest
 from lowbit.configs.schema import MatrixBackend, PolicyConfig, PrecisionConfig, ProductConfig
 from lowbit.errors import ConfigError
 from lowbit.quant.policy import Alignment, LinearPolicy, Operand, ProductPolicy, Signs
@@ -382,6 +382,5 @@ def _operand(key: str, name: str) -> Operand:
 
 
 def _unknown(key: str, name: str, kind: str, choices: Sequence[str]) -> ConfigError:
-    near = get_close_matches(name, choices, n=1, cutoff=0.5) or [c for c in choices if c.lower() == name.lower()]
-    hint = f"; nearest: {near[0]}" if near else ""
-    return ConfigError(f"{key}={name}: there is no such {kind}; choices are {', '.join(choices)}{hint}")
+    known = f"{', '.join(choices)}{suggest(name, choices)}"
+    return ConfigError(f"{key}={name}: there is no such {kind}; choices are {known}")

@@ -17,6 +17,7 @@ import torch
 from lowbit.configs.schema import ComputeDtype, PrecisionConfig
 from lowbit.errors import ConfigError
 
+GIB = 2**30
 MFU_FORMULA = "MFU = tokens/s/GPU * FLOPs/token (6 a matmul parameter + causal half of attention) / dense BF16 peak"
 
 PEAK_TFLOPS = (
@@ -129,6 +130,6 @@ def fast_bf16(device: torch.device) -> bool:
 def memory_gib(device: torch.device) -> float:
     """Most memory the run held so far, GiB: allocated tensors on a GPU, resident memory of the process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return torch.cuda.max_memory_allocated(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowbit.configs.checks import nearest_path
+from lowbit.configs.nearest import nearest_path
 from lowbit.configs.schema import PrecisionConfig, RunConfig
 from lowbit.configs.stored import load_config
 from lowbit.data.dataset import Dataset, prepare_data

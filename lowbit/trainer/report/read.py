@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from lowbit.configs.checks import nearest_path
+from lowbit.configs.nearest import nearest_path
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.schema_rl import RlConfig
