@@ -49,7 +49,7 @@ def stage(
 ) -> None:
     """One stage as a rank of a launcher runs it; `lowbit pipeline engine.processes=N` starts these."""
     from lowbit.configs.schema_pipeline import Stage
-    from lowbit.configs.stages import STAGES
+    from lowbit.configs.stage_configs import STAGES
     from lowbit.configs.stored import load_config
     from lowbit.errors import ConfigError
 

@@ -16,7 +16,7 @@ from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.schema_pipeline import PipelineConfig, Stage
 from lowbit.configs.schema_rl import RlConfig
-from lowbit.configs.stages import fill
+from lowbit.configs.stage_configs import fill
 from lowbit.configs.strict import build, fields_of, locate, schema_paths, show
 from lowbit.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 A stage's section has every key of the command that the stage is: `pretrain.max_steps` is the `max_steps` of
 `lowbit pretrain`, `rl.rollout.samples` the `rollout.samples` of `lowbit rl`. What is set there wins over what is
-shared; what is neither shared nor set is at the schema's default (`lowbit.configs.stages` puts them together).
+shared; what is neither shared nor set is at the schema's default (`lowbit.configs.stage_configs` puts them together).
 """
 
 from dataclasses import dataclass, field
