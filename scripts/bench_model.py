@@ -1,6 +1,7 @@
 """Speed of what models are made of: masked attention, local layers, trees, mixtures of experts. One table, and JSON.
 
     python scripts/bench_model.py attention                # one sequence of 32k tokens, then 2k: which mask costs what
+    python scripts/bench_model.py attention --length 2048 --only documents       # a few of the rows
     python scripts/bench_model.py experts                  # mixtures against dense models of the same active size
     python scripts/bench_model.py kernels                  # attention alone: documents by mask, or by varying lengths
     python scripts/bench_model.py attention --small        # seconds, on a CPU: a check of the script, not of speed
@@ -10,10 +11,14 @@ time does not depend on them, but for the experts' loads, which a fresh router s
 
 Attention's rows: `causal` is plain; `whole document` is the same visibility through the mask (what a packed batch pays
 when documents are as long as the sequence); then documents of other lengths (as long as the sequence, but cut where
-sequences are), windows, trees of 8 answers. `mask` is the time to build all masks of a batch, as a share of the step.
+sequences are), each by mask and, on a GPU, by the kernel for varying lengths (`engine.attention=varlen`); windows,
+trees of 8 answers, Z-Reg, capped logits. `mask` is the time to make a batch's masks, of a rule that lies on the device,
+as a share of the step, waiting for the device included, which a step does not do. The loader's thread makes the rules.
+
+Experts' rows: each mixture's ratio is over the dense model that multiplies a token with as many weights.
 
 Kernels' rows: forward and backward of one layer's attention over the same documents, through FlexAttention's mask,
-which is what models do, and through flash attention's kernel for sequences of varying lengths; and plain causal.
+and through flash attention's kernel for sequences of varying lengths; and plain causal.
 """
 
 import argparse
@@ -23,12 +28,12 @@ from typing import Any
 
 import torch
 from measure import print_table, wall_seconds, write
-from torch import Tensor
 
 from lowbit.configs.compose import compose
-from lowbit.configs.schema import ModelConfig, MoeConfig
+from lowbit.configs.schema import AttentionKernel, ModelConfig, MoeConfig
 from lowbit.models.attention import attention, prepare_mask
 from lowbit.models.cost import flops_per_token, parameter_parts, window_of
+from lowbit.models.layers import state_buffers
 from lowbit.models.lm_head import lm_head_loss
 from lowbit.models.transformer import Transformer
 from lowbit.models.trees import Node, flatten, visibility_of
@@ -48,6 +53,9 @@ class Case:
     batch: int
     length: int
     rule: Visibility | None = None
+    kernel: AttentionKernel = AttentionKernel.flex
+    over: str = "causal"
+    """The row, of the same batch and length, that the ratio is over."""
 
 
 def random_documents(batch: int, length: int, mean: int) -> Visibility:
@@ -69,37 +77,57 @@ def random_trees(batch: int, length: int, answers: int = 8) -> Visibility:
     return visibility_of([[tree] * (length // len(tree))] * batch, length)
 
 
-def attention_cases(small: bool) -> list[Case]:
+def attention_cases(small: bool, gpu: bool = True) -> list[Case]:
     """Masks at two lengths, about the same tokens."""
     config, shapes = (SMALL, [(1, 512)]) if small else (SHAPE, [(1, 32_768), (16, 2048)])
     cases = []
     for batch, length in shapes:
         window = replace(config, windows=[*[min(1024, length // 4)] * 5, 0])
+        cases.append(Case("causal", config, batch, length))
+        rules = {"whole document": causal(batch, length)}
+        for mean in (length, length // 4, length // 32):
+            rules[f"documents of {mean}"] = random_documents(batch, length, mean)
+        for name, rule in rules.items():
+            cases.append(Case(name, config, batch, length, rule))
+            if gpu:
+                cases.append(Case(f"{name}, varlen", config, batch, length, rule.with_ends(), AttentionKernel.varlen))
         cases += [
-            Case("causal", config, batch, length),
-            Case("whole document", config, batch, length, causal(batch, length)),
-            Case(f"documents of {length}", config, batch, length, random_documents(batch, length, length)),
-            Case(f"documents of {length // 4}", config, batch, length, random_documents(batch, length, length // 4)),
-            Case(f"documents of {length // 32}", config, batch, length, random_documents(batch, length, length // 32)),
             Case("5 local layers to a global one", window, batch, length),
             Case("trees of 8 answers", config, batch, length, random_trees(batch, length)),
             Case("causal, Z-Reg", replace(config, attention_z=1e-4), batch, length),
+            Case("causal, capped logits", replace(config, attention_softcap=50.0), batch, length),
         ]
     return cases
 
 
 def experts_cases(small: bool) -> list[Case]:
-    """Mixtures, and dense models that multiply each token with as many weights."""
+    """Dense models, and mixtures that multiply each token with as many weights."""
     if small:
         moe = replace(SMALL, name="tiny experts", moe=MoeConfig(experts=8, top_k=2, expert_width=64))
-        return [Case(moe.name, moe, 1, 256), Case("dense", SMALL, 1, 256)]
+        pairs = [(moe, 1, 256)]
+    else:
+        fine = MoeConfig(experts=64, top_k=8, expert_width=1024)
+        wide = ModelConfig(name="64 experts", layers=8, width=2048, heads=16, kv_heads=4, moe=fine)
+        presets = [(compose([f"model={name}"]).model, n) for name, n in (("moe_30m_a10m", 32), ("moe_1b_a300m", 8))]
+        pairs = [(wide, 16, 2048), *((config, batch, 2048) for config, batch in presets)]
     cases = []
-    for name, batch in (("moe_30m_a10m", 32), ("moe_1b_a300m", 8)):
-        config = compose([f"model={name}"]).model
-        moe = config.moe
-        dense = replace(config, name=f"dense as {name}", mlp_width=(moe.top_k + moe.shared) * moe.expert_width)
-        cases += [Case(name, config, batch, 2048), Case(dense.name, replace(dense, moe=MoeConfig()), batch, 2048)]
+    for config, batch, length in pairs:
+        moe, name = config.moe, f"dense as {config.name}"
+        dense = replace(config, name=name, mlp_width=(moe.top_k + moe.shared) * moe.expert_width, moe=MoeConfig())
+        cases += [Case(name, dense, batch, length, over=name), Case(config.name, config, batch, length, over=name)]
     return cases
+
+
+@torch.no_grad()
+def fill(model: Transformer) -> None:
+    """Weights at random on the device itself: `init_weights` draws billions of them on the CPU."""
+    for buffer in state_buffers(model).values():
+        buffer.zero_()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, model.config.init_std)
 
 
 def measure(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
@@ -108,7 +136,8 @@ def measure(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
     with torch.device("meta"):
         model = Transformer(case.config, VOCAB, dtype)
     model.to_empty(device=device)
-    model.init_weights(1)
+    fill(model)
+    model.attention_kernel = case.kernel
     if device.type == "cuda":
         model.compile_blocks()
     tokens = torch.randint(0, VOCAB, (case.batch, case.length), generator=torch.Generator().manual_seed(1)).to(device)
@@ -125,7 +154,8 @@ def measure(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
     windows = {window_of(case.config, layer) for layer in range(case.config.layers)}
 
     def masks() -> list[Any]:
-        return [prepare_mask(rule, case.batch, case.length, device, window or None) for window in windows]
+        how = (model.config.attention_softcap is not None, model.uses_varlen)
+        return [prepare_mask(rule, case.batch, case.length, device, window or None, *how) for window in windows]
 
     seconds, building = (wall_seconds(part, device, steps, warm_up=3) for part in (step, masks))
     tokens_per_second = tokens.numel() / seconds
@@ -143,28 +173,6 @@ def measure(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
     }
 
 
-def varying_lengths(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-    """Causal attention inside documents by flash attention's kernel for them; a GPU's, BF16.
-
-    Args:
-        q: [B, H, T, D]. k, v: [B, Hkv, T, D]. ends: int32 [documents + 1], where each begins in the batch's tokens, row
-            after row, and the number of tokens. longest: tokens of the longest.
-    """
-    rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B T, H, D]
-    scale = q.shape[-1] ** -0.5
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        *rows, ends, ends, longest, longest, 0.0, True, False, scale=scale
-    )[0]
-    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
-
-
-def document_ends(rule: Visibility) -> tuple[Tensor, int]:
-    """`ends` and `longest` of `varying_lengths` for a rule of `documents`."""
-    begins = (rule.position.flatten() == 0).nonzero().flatten()
-    ends = torch.cat((begins, begins.new_tensor([rule.position.numel()]))).int()
-    return ends, int(ends.diff().max())
-
-
 def kernels(small: bool, device: torch.device, steps: int) -> list[dict[str, Any]]:
     """Attention alone, forward and backward: rows with milliseconds and the factor over plain causal."""
     config, shapes = (SMALL, [(1, 512)]) if small else (SHAPE, [(1, 32_768), (16, 2048)])
@@ -176,12 +184,12 @@ def kernels(small: bool, device: torch.device, steps: int) -> list[dict[str, Any
         seed = torch.randn_like(q)
         ways = {("causal", "plain"): lambda q=q, k=k, v=v: attention(q, k, v, None)}
         for mean in (length, length // 4, length // 32):
-            rule = random_documents(batch, length, mean).to(device)
-            mask, name = prepare_mask(rule, batch, length, device), f"documents of {mean}"
+            rule, name = random_documents(batch, length, mean).with_ends().to(device), f"documents of {mean}"
+            mask = prepare_mask(rule, batch, length, device)
             ways[name, "mask"] = lambda q=q, k=k, v=v, mask=mask: attention(q, k, v, mask)
             if device.type == "cuda":
-                ends = document_ends(rule)
-                ways[name, "varying lengths"] = lambda q=q, k=k, v=v, ends=ends: varying_lengths(q, k, v, *ends)
+                mask = prepare_mask(rule, batch, length, device, varlen=True)
+                ways[name, "varlen"] = lambda q=q, k=k, v=v, mask=mask: attention(q, k, v, mask)
         causal_ms = 0.0
         for (name, way), forward in ways.items():
             work = lambda forward=forward, q=q, k=k, v=v, seed=seed: torch.autograd.grad(forward(), (q, k, v), seed)  # noqa: E731
@@ -199,6 +207,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("what", choices=("attention", "experts", "kernels"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--length", type=int, help="Cases with sequences of this length alone.")
+    parser.add_argument("--only", default="", help="Cases whose name has this word, and what they are compared with.")
     parser.add_argument("--small", action="store_true", help="Tiny shapes, to see that the script runs.")
     parser.add_argument("--out", type=Path, default=Path("bench_model.json"))
     args = parser.parse_args(arguments)
@@ -207,21 +216,26 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         alone = kernels(args.small, device, args.steps)
         write(args.out, {"rows": alone})
         return alone
-    cases = attention_cases(args.small) if args.what == "attention" else experts_cases(args.small)
+    cases = (
+        attention_cases(args.small, device.type == "cuda") if args.what == "attention" else experts_cases(args.small)
+    )
     cases = [case for case in cases if args.length in (None, case.length)]
-    rows = []
+    wanted = {(case.over, case.batch, case.length) for case in cases if args.only in case.name}
+    cases = [case for case in cases if args.only in case.name or (case.name, case.batch, case.length) in wanted]
+    rows: list[dict[str, Any]] = []
     for case in cases:
         torch._dynamo.reset()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         row = measure(case, device, args.steps)
-        base = next((r for r in rows if r["row"] == "causal" and r["shape"] == row["shape"]), row)
-        row["against_causal"] = round(row["tokens_per_second"] / base["tokens_per_second"], 3)
+        base = next(r for r in (*rows, row) if r["row"] == case.over and r["shape"] == row["shape"])
+        row |= {"over": case.over, "ratio": round(row["tokens_per_second"] / base["tokens_per_second"], 3)}
         rows.append(row)
         print(
             f"{row['row']:<32} {row['shape']:>10}  {row['tokens_per_second']:>10,} tokens/s  {row['tflops']:>7} TFLOP/s"
-            f"  {row['against_causal']:>5} of causal  mask {row['mask']:.2%}  {row['active'] / 1e6:,.0f} of "
-            f"{row['parameters'] / 1e6:,.0f} million active"
+            f"  {row['ratio']:>5} of {case.over}  mask {row['mask']:.2%}  {row['active'] / 1e6:,.0f} of "
+            f"{row['parameters'] / 1e6:,.0f} million active",
+            flush=True,
         )
     write(args.out, {"rows": rows})
     return rows

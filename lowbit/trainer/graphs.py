@@ -70,9 +70,7 @@ class MicroBatchGraphs:
 
     def run(self, objective: Objective, batch: Batch, scale: float) -> ObjectiveOutput:
         """See `Engine.micro_step`. What it returns is good until the next call."""
-        seen = batch.visibility
-        if seen is not None and not self.model.uses_varlen:
-            batch = replace(batch, visibility=replace(seen, ends=None, sizes=None))
+        batch = self.as_read(batch)
         kind = self._kind(objective, batch)
         outside = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(outside)
@@ -88,6 +86,13 @@ class MicroBatchGraphs:
             kind.passes += 1
         outside.wait_stream(self._stream)
         return out
+
+    def as_read(self, batch: Batch) -> Batch:
+        """The batch without what the model does not read, which would make kinds."""
+        seen = batch.visibility
+        if seen is None or self.model.uses_varlen:
+            return batch
+        return replace(batch, visibility=replace(seen, ends=None, sizes=None))
 
     def _kind(self, objective: Objective, batch: Batch) -> _Kind:
         if self._layers is None:

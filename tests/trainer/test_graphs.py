@@ -7,9 +7,21 @@ import pytest
 import tiny_runs
 import torch
 
-from lowbit.configs.schema import CompileMode, ComputeDtype, PrecisionConfig, PrecisionSwitch, RunConfig
+from lowbit.configs.schema import (
+    AttentionKernel,
+    CompileMode,
+    ComputeDtype,
+    ModelConfig,
+    PrecisionConfig,
+    PrecisionSwitch,
+    RunConfig,
+)
+from lowbit.data.batch import Batch
 from lowbit.errors import ConfigError
+from lowbit.models.transformer import Transformer
+from lowbit.models.visibility import documents
 from lowbit.trainer.graphs import MicroBatchGraphs
+from lowbit.trainer.objective import NextToken
 from lowbit.trainer.run import pretrain
 
 
@@ -57,6 +69,50 @@ def test_a_run_has_the_same_bits(
         assert not different, (other, different)
     losses = [[row["loss"] for row in tiny_runs.rows(tmp_path / name)] for name in ("plain", "graphs")]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_documents_by_the_kernel_for_varying_lengths(
+    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph serves batches of as many documents, roundly; its sums are in another order each time, so no bits."""
+    replayed: list[int] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counting(torch.cuda.CUDAGraph.replay, replayed))
+    config = replace(
+        tiny_run,
+        device="cuda",
+        max_steps=12,
+        model=replace(tiny_run.model, width=128, mlp_width=256),
+        batch=replace(tiny_run.batch, sequences=12, micro_batch=4),
+        precision=PrecisionConfig(compute=ComputeDtype.bf16),
+    )
+    losses = {}
+    for kernel in (AttentionKernel.flex, AttentionKernel.varlen):
+        for graphs in (False, True):
+            engine = replace(config.engine, attention=kernel, cuda_graphs=graphs)
+            folder = tmp_path / f"{kernel}{graphs}"
+            pretrain(replace(config, engine=engine), folder)
+            losses[kernel, graphs] = [row["loss"] for row in tiny_runs.rows(folder)]
+    assert replayed
+    for found in losses.values():
+        assert found == pytest.approx(losses[AttentionKernel.flex, False], rel=5e-3)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_kinds_of_batches(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where documents begin makes kinds only for the kernel that is told."""
+    graphs = object.__new__(MicroBatchGraphs)
+    graphs.model, graphs._kinds, graphs._layers = Transformer(ModelConfig(), 50), [], []
+    monkeypatch.setattr(Transformer, "uses_varlen", wanted)
+    ids, weights = torch.zeros(2, 300, dtype=torch.int64), torch.ones(2, 300)
+    kinds = set()
+    for every in (300, 290, 30, 29, 10, 1):
+        seen = documents((torch.arange(300) % every == 0).expand(2, 300)).with_ends()
+        batch = graphs.as_read(Batch(ids, ids, weights, seen, 600))
+        kinds.add(id(graphs._kind(NextToken, batch)))  # type: ignore[arg-type]
+    # one document of 300 tokens and one of 290; of 30 and of 29; of 10; too many for the kernel
+    assert len(kinds) == (4 if wanted else 1)
 
 
 def counting(replay: object, seen: list[int]) -> object:
