@@ -48,10 +48,6 @@ class ElementFormat:
     integer: bool = False
 
     @property
-    def smallest_normal(self) -> float:
-        return 1.0 if self.integer else 2.0 ** (1 - self.bias)
-
-    @property
     def smallest_subnormal(self) -> float:
         """The smallest positive value: one step."""
         return 1.0 if self.integer else 2.0 ** (1 - self.bias - self.mantissa_bits)
