@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lowbit.configs.schema import DataConfig
@@ -33,6 +34,7 @@ from lowbit.data.tokenizer import Tokenizer
 from lowbit.data.worker import held_out_key
 from lowbit.errors import DataError
 from lowbit.models.trees import FlatTree, Node, flatten, paths
+from lowbit.models.visibility import Visibility
 
 MANIFEST = "trees.json"
 FORMAT = 2
@@ -275,21 +277,26 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 def _write_rows(
     folder: Path, split: str, rows: list[list[FlatTree]], eot_id: int, config: DataConfig
 ) -> dict[str, str]:
-    """Write a split's arrays; their SHA-256 by file name."""
+    """Write a split's arrays; their SHA-256 by file name. Raises DataError when a row's rule is none of trees."""
     shape = (len(rows), config.sequence_length)
     arrays = {name: np.zeros(shape, dtype=dtype) for name, dtype in ARRAYS.items()}
     arrays["tokens"][:] = arrays["targets"][:] = eot_id
     arrays["limit"][:] = np.arange(1, config.sequence_length + 1)
     used = np.zeros(len(rows), dtype="<i8")
+    owner = np.full(shape, -1) - np.arange(shape[1])  # padding tokens are documents by themselves
     for row, trees in enumerate(rows):
         begin = 0
-        for tree in trees:
+        for number, tree in enumerate(trees):
             here = slice(begin, begin + len(tree))
             for name in ("tokens", "targets", "weights", "position"):
                 arrays[name][row, here] = getattr(tree, name)
             arrays["limit"][row, here] = np.array(tree.limit) + begin
+            owner[row, here] = number
             begin += len(tree)
         used[row] = begin
+    index = torch.arange(shape[1], dtype=torch.int32).expand(shape)
+    rule = Visibility(index, torch.from_numpy(arrays["limit"]), torch.from_numpy(arrays["position"]))
+    rule.validate(config.sequence_length, torch.from_numpy(owner), tree=True)
     hashes = {}
     for name, array in (arrays | {"used": used}).items():
         data = io.BytesIO()

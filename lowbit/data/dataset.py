@@ -198,7 +198,9 @@ class Dataset:
         seen = None
         if not (limit == length).all():
             begin = torch.arange(length, dtype=torch.int32).expand(size, length).contiguous()
-            seen = Visibility(begin, torch.from_numpy(limit), torch.from_numpy(position)).with_ends()
+            seen = Visibility(begin, torch.from_numpy(limit), torch.from_numpy(position))
+            seen.validate()  # here it can be read without waiting for a device
+            seen = seen.with_ends()
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(targets),

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from lowbit.configs.schema import DataConfig, ModelConfig, SourceConfig, SourceKind, TokenizerConfig, TokenizerKind
-from lowbit.data.conversations import PackedTrees, Piece, best_fit, parse
+from lowbit.data.conversations import PackedTrees, Piece, _write_rows, best_fit, parse
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.errors import DataError
 from lowbit.models.lm_head import lm_head_nll
 from lowbit.models.transformer import Transformer
+from lowbit.models.trees import FlatTree
 
 LENGTH = 48
 EOT = 256
@@ -163,6 +164,24 @@ def test_trees_longer_than_a_row_are_taken_apart_and_cut(tmp_path: Path) -> None
     text = [bytes(t for t in row if t < 256).decode() for row in rows]
     assert sum("p" * 20 + "a" * 20 in t for t in text) == 1 and sum("p" * 20 + "b" * 20 in t for t in text) == 1
     assert sum("p" * 20 + "c" * 27 in t for t in text) == 1 and not any("c" * 28 in t for t in text)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ([5, 5, 3, 5, 6], r"limit\[0, 9\] = 11 of token 9 in row 0: lies beyond the end of its document"),
+        ([5, 4, 3, 5, 5], r"limit\[0, 8\] = 10 of token 8 in row 0: ends behind that of a token it descends from"),
+        ([5, 5, 2, 5, 5], r"limit\[0, 7\] = 7 of token 7 in row 0: must lie in token\+1"),
+    ],
+)
+def test_a_rule_that_is_none_of_trees_is_not_written(tmp_path: Path, limit: list[int], message: str) -> None:
+    """The second tree of a row; a packer's mistake would show as a strange loss and nothing else."""
+    good, bad = (FlatTree([1] * 5, [2] * 5, [1.0] * 5, of, list(range(5))) for of in ([5] * 5, limit))
+    config = DataConfig(sequence_length=12)
+    _write_rows(tmp_path, "train", [[good, good]], 0, config)
+    with pytest.raises(DataError, match=message):
+        _write_rows(tmp_path, "val", [[good, bad]], 0, config)
+    assert not list(tmp_path.glob("val*"))
 
 
 def test_best_fit() -> None:
