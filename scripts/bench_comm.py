@@ -238,7 +238,7 @@ def auto_rank(args: argparse.Namespace) -> None:
                 dist.barrier()
                 begin = time.perf_counter()
                 if whole:
-                    reducer.all_reduce(numbers.clone())
+                    reducer.all_reduce(numbers.clone()).wait()
                 else:
                     reducer.reduce_scatter(list(numbers.chunk(world)))
                 seconds[reducer.name] += agree([time.perf_counter() - begin])

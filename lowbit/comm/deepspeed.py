@@ -3,7 +3,7 @@
 What is attached to, by stage (DeepSpeed 0.19.8; none of it is a public interface, hence the check of the version, and
 each attachment compares its first result with DeepSpeed's own):
 
-    0        nothing: the engine's own all-reduce is off, and ours runs before the step
+    0        nothing: the engine's own all-reduce is off; buckets of ours leave during the backward pass (`whole`)
     1 and 2  `optimizer.gradient_reduction_w_predivide`, which gets a flat bucket of gradients while the backward pass
              goes on, inside the stream for reductions; only the numbers whose optimizer states this rank keeps need to
              come out right, so a bucket is reduced and scattered, which is half of an all-reduce
@@ -22,7 +22,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -32,9 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.comm.noise import Noise
-from lowbit.comm.reducers import CodedReducer, Reducer
+from lowbit.comm.reducers import CodedReducer, Handle, Reducer
 from lowbit.comm.residuals import Clock, Residuals
 from lowbit.comm.transport import scatter_passes
+from lowbit.comm.whole import WholeReduction, cut, write_back
 from lowbit.errors import ConfigError, LowbitError
 
 OLDEST, BEFORE = (0, 19, 8), (0, 20)
@@ -136,8 +136,10 @@ class Attachment:
     rank: int
     world: int
     reducer: Reducer
+    parameters: list[Tensor]
+    """In the model's order."""
     exact: set[int]
-    """Identities of the parameters whose gradients travel in FP32."""
+    """Identities of those whose gradients travel in FP32."""
     traffic: SentBytes = field(default_factory=SentBytes)
     residuals: Residuals | None = None
     """Error feedback, if there is to be any."""
@@ -145,7 +147,11 @@ class Attachment:
     """Stochastic rounding, likewise."""
     names: dict[int, str] = field(default_factory=dict)
     """Of parameters, by identity."""
+    whole: WholeReduction | None = None
+    """Stage 0: the coded ones' all-reduces, from `attach` on."""
     _checked: bool = False
+    _counted: tuple[float, float] = (0.0, 0.0)
+    """Bytes that the reducer had sent, to other nodes and inside its own, when they were last counted."""
     _pieces: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
 
     @property
@@ -153,16 +159,19 @@ class Attachment:
         return self.engine.optimizer
 
     def attach(self) -> None:
-        """Take the place of DeepSpeed's reductions (stages 1 to 3). Raises LowbitError when they are not as known."""
+        """Take the place of DeepSpeed's reductions. Raises LowbitError when they are not as known (stages 1 to 3)."""
+        self._counted = self.reducer.sent, self.reducer.sent_inside
+        if self.stage == 0:
+            coded = [p for p in self.parameters if id(p) not in self.exact]
+            self.whole = WholeReduction(coded, self.engine.zero_reduce_bucket_size(), self._begin_bucket)
+            return
         replacement: Callable[..., Any]
         if self.stage in (1, 2):
             name, replacement = "gradient_reduction_w_predivide", self._reduce_bucket
             expected = ["self", "tensor", "communication_data_type"]
-        elif self.stage == 3:
+        else:
             name, replacement = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", self._scatter_gradients
             expected = ["self", "params_to_reduce", "communication_data_type"]
-        else:
-            return
         stock = getattr(type(self.zero), name, None)
         if stock is None or _arguments(stock) != expected:
             raise LowbitError(f"deepspeed: {name} is not what this version of lowbit attaches to; install 0.19.8")
@@ -173,29 +182,37 @@ class Attachment:
 
     # Stage 0 --------------------------------------------------------------------------------------------------------
 
-    def keep_residuals(self, residuals: Residuals, parameters: list[Tensor], bucket_numbers: int) -> None:
-        """Have error feedback. `residuals`: of the coded ones among `parameters`, in their order."""
+    def keep_residuals(self, residuals: Residuals) -> None:
+        """Have error feedback. `residuals`: of the coded parameters, in their order."""
         self.residuals = residuals
-        if self.stage == 0:
+        if self.whole is not None:
             assert isinstance(self.reducer, CodedReducer)
-            for bucket in buckets([p for p in parameters if id(p) not in self.exact], bucket_numbers):
+            for bucket in self.whole.buckets:
                 sent = residuals.span([self.names[id(p)] for p in bucket])
                 residuals.buckets.append(self.reducer.feedback(sent))
 
-    def reduce_whole(self, parameters: list[Tensor], bucket_numbers: int) -> None:
-        """Stage 0: sum all gradients over the ranks, in place."""
-        self._exact_sum([p.grad for p in parameters if p.grad is not None and id(p) in self.exact])
-        coded = [p.grad for p in parameters if p.grad is not None and id(p) not in self.exact]
-        for index, bucket in enumerate(buckets(coded, bucket_numbers)):
-            flat = torch.cat([g.view(-1) for g in bucket])
-            stock = None if self._checked else flat.clone()
-            feedback = self.residuals.buckets[index] if self.residuals is not None else None
-            with self._counting():
-                self.reducer.all_reduce(flat, feedback, self._noise())
-            if stock is not None:
-                dist.all_reduce(stock)
-                self._check(flat, stock)
-            _write_back(flat, bucket)
+    def leave_early(self) -> None:
+        """Stage 0: buckets may leave during the coming backward pass, the last before `reduce_whole`."""
+        if self.whole is not None:
+            self.whole.open()
+
+    def reduce_whole(self) -> None:
+        """Stage 0: what has not left yet does; all gradients become sums over the ranks, in place."""
+        assert self.whole is not None
+        self.whole.finish()
+        self._exact_sum([p.grad for p in self.parameters if p.grad is not None and id(p) in self.exact])
+        self._count()
+
+    def _begin_bucket(self, index: int, flat: Tensor) -> Handle:
+        """Start the all-reduce of a bucket's gradients."""
+        stock = None if self._checked else flat.clone()
+        feedback = self.residuals.buckets[index] if self.residuals is not None else None
+        work = self.reducer.all_reduce(flat, feedback, self._noise())
+        if stock is not None:
+            work.wait()
+            dist.all_reduce(stock)
+            self._check(flat, stock)
+        return work
 
     def _exact_sum(self, tensors: list[Tensor]) -> None:
         """FP32 sums over the ranks, in place."""
@@ -203,15 +220,14 @@ class Attachment:
             flat = torch.cat([t.reshape(-1) for t in tensors])
             dist.all_reduce(flat)
             self.traffic.gradients += 2 * (self.world - 1) / self.world * flat.nbytes
-            _write_back(flat, tensors)
+            write_back(flat, tensors)
 
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """What the reducer sends in this block counts as gradients."""
-        before, inside = self.reducer.sent, self.reducer.sent_inside
-        yield
-        self.traffic.gradients += self.reducer.sent - before
-        self.traffic.inside += self.reducer.sent_inside - inside
+    def _count(self) -> None:
+        """What the reducer has sent since the last time counts as gradients."""
+        sent, inside = self.reducer.sent, self.reducer.sent_inside
+        self.traffic.gradients += sent - self._counted[0]
+        self.traffic.inside += inside - self._counted[1]
+        self._counted = sent, inside
 
     # Stages 1 and 2 -------------------------------------------------------------------------------------------------
 
@@ -250,16 +266,16 @@ class Attachment:
         if not any(chunk.numel() for chunk in flat):
             return flat[self.rank]
         mine = self._reduce_flat(flat, lost, like)
-        _write_back(mine, chunks[self.rank])
+        write_back(mine, chunks[self.rank])
         return mine
 
     def _reduce_flat(self, flat: list[Tensor], lost: list[list[Tensor]], like: Tensor) -> Tensor:
         """One flat chunk a rank -> the sum of this rank's; `lost`: the residuals of each chunk's pieces."""
         kept = [_end_to_end(pieces, like) for pieces in lost] if self.residuals is not None else None
-        with self._counting():
-            mine = self.reducer.reduce_scatter(flat, kept, self._noise())
+        mine = self.reducer.reduce_scatter(flat, kept, self._noise())
+        self._count()
         for whole, pieces in zip(kept or [], lost, strict=False):
-            _write_back(whole, pieces)
+            write_back(whole, pieces)
         return mine
 
     def _owners(self, group: int, number: int, numel: int) -> list[tuple[int, int, int]]:
@@ -289,11 +305,11 @@ class Attachment:
         if coded:
             stock = None if self._checked else [g.clone() for g in self._stock_scatter(coded)]
             pieces = [list(_parts_of_ranks(p.grad.reshape(-1), self.world)) for p in coded]
-            chunks = [[cut[rank] for cut in pieces] for rank in range(self.world)]
+            chunks = [[parts[rank] for parts in pieces] for rank in range(self.world)]
             flat = [torch.cat(chunk).div_(self.world) for chunk in chunks]
             mine = self._reduce_flat(flat, self._lost_parts(coded), flat[0])
             lengths = [piece.numel() for piece in chunks[self.rank]]
-            parts |= dict(zip(map(id, coded), _cut(mine, lengths), strict=True))
+            parts |= dict(zip(map(id, coded), cut(mine, lengths), strict=True))
             if stock is not None:
                 self._check(mine, torch.cat([g.reshape(-1) for g in stock]))
         return [parts[id(p)] for p in params_to_reduce]
@@ -333,34 +349,8 @@ def _arguments(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(inner[0] if len(inner) == 1 else function).parameters)
 
 
-def buckets(tensors: list[Tensor], numbers: int) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of about `numbers` numbers together."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > numbers:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
-
-
 def _end_to_end(pieces: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(pieces) if pieces else like.new_empty(0)
-
-
-def _write_back(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Copy a flat tensor's numbers into the tensors that it was put together from."""
-    for tensor, numbers in zip(tensors, _cut(flat, [t.numel() for t in tensors]), strict=True):
-        tensor.copy_(numbers.view(tensor.shape))
-
-
-def _cut(flat: Tensor, lengths: list[int]) -> Iterator[Tensor]:
-    """A flat tensor in consecutive pieces, views of it."""
-    begin = 0
-    for length in lengths:
-        yield flat.narrow(0, begin, length)
-        begin += length
 
 
 def _parts_of_ranks(flat: Tensor, world: int) -> Iterator[Tensor]:

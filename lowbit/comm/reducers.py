@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,14 @@ ROUNDS, MORE_ROUNDS, CLOSE = 3, 6, 1.1
 """Measurements of each candidate, and further ones where the best two are within a tenth of each other."""
 
 
+class Handle(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> None:
+        """Return when the result can be used: on a GPU, by what the current stream does from now on."""
+        ...
+
+
 class Reducer(Protocol):
     """Sums of large gradients over all ranks, in whatever code they travel; every rank calls it in the same order."""
 
@@ -39,8 +47,9 @@ class Reducer(Protocol):
         """Bytes that this rank has sent inside its node, where the two are apart."""
         ...
 
-    def all_reduce(self, flat: Tensor, feedback: Feedback | None = None, noise: Noise | None = None) -> None:
-        """flat [n] FP32, on every rank its own numbers -> their sum, in place; the same bits on every rank.
+    def all_reduce(self, flat: Tensor, feedback: Feedback | None = None, noise: Noise | None = None) -> Handle:
+        """flat [n] FP32, on every rank its own numbers -> their sum, in place, once it was waited for; the same bits on
+        every rank. What was begun on a device goes on beside other work there.
 
         feedback: what coding lost of these numbers so far. noise: for stochastic rounding. Codecs only.
         """
@@ -54,6 +63,18 @@ class Reducer(Protocol):
         lost: what coding lost of each chunk so far, changed in place. noise: for stochastic rounding. Codecs only.
         """
         ...
+
+
+class _Rounded:
+    """A sum in BF16 under way, for an FP32 tensor."""
+
+    def __init__(self, work: Any, rounded: Tensor, flat: Tensor) -> None:
+        self._work, self._rounded, self._flat = work, rounded, flat
+
+    def wait(self) -> None:
+        """See `Handle.wait`."""
+        self._work.wait()
+        self._flat.copy_(self._rounded)
 
 
 class Bf16Reducer:
@@ -76,12 +97,12 @@ class Bf16Reducer:
         """See `Reducer.sent`."""
         return self._sent + (self._direct.sent if self._direct is not None else 0.0)
 
-    def all_reduce(self, flat: Tensor, feedback: Feedback | None = None, noise: Noise | None = None) -> None:
+    def all_reduce(self, flat: Tensor, feedback: Feedback | None = None, noise: Noise | None = None) -> Handle:
         """See `Reducer.all_reduce`."""
         rounded = flat.to(torch.bfloat16)
-        dist.all_reduce(rounded)
+        work = dist.all_reduce(rounded, async_op=True)
         self._sent += 2 * (self._world - 1) / self._world * rounded.nbytes
-        flat.copy_(rounded)
+        return _Rounded(work, rounded, flat)
 
     def reduce_scatter(
         self, chunks: list[Tensor], lost: list[Tensor] | None = None, noise: Noise | None = None
@@ -116,9 +137,9 @@ class CodedReducer:
         """See `Reducer.sent_inside`."""
         return float(self._hops.inside.bytes_sent) if self._hops.inside is not None else 0.0
 
-    def all_reduce(self, flat: Tensor, feedback: Feedback | None = None, noise: Noise | None = None) -> None:
+    def all_reduce(self, flat: Tensor, feedback: Feedback | None = None, noise: Noise | None = None) -> Handle:
         """See `Reducer.all_reduce`."""
-        self._hops.all_reduce_(flat, 1.0, feedback=feedback, noise=noise).wait()
+        return self._hops.all_reduce_(flat, 1.0, feedback=feedback, noise=noise)
 
     def feedback(self, sent: Tensor) -> Feedback:
         """Error feedback for tensors of sent's length that are all-reduced; `sent` keeps what this rank lost."""
@@ -209,7 +230,7 @@ def _time(reducer: Reducer, whole: bool, device: torch.device) -> float:
     dist.barrier()
     begin = time.perf_counter()
     if whole:
-        reducer.all_reduce(numbers)
+        reducer.all_reduce(numbers).wait()
     else:
         reducer.reduce_scatter(list(numbers.chunk(dist.get_world_size())))
     if device.type == "cuda":

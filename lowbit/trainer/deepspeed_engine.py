@@ -8,7 +8,8 @@ backward pass goes on, gathers weights. What it is not asked for:
   DeepSpeed insists on the mean (stage 3), the loss is multiplied by the number of ranks.
 - Gradients of all micro-batches of a step add up on the rank, in FP32, and travel once, during the last one's backward
   pass. That costs a whole FP32 gradient a rank in steps of several micro-batches, also at stages 2 and 3. They travel
-  after it in the first step, which finds out what gets gradients at all, and where codes remember (`Wire.remembers`).
+  after it in the first step, which finds out what gets gradients at all, at stages 1 to 3 where codes remember
+  (`Wire.remembers`), and at stage 0 without codes, where DeepSpeed reduces after it.
 - The norm is that of all gradients, computed from the parts; nothing is applied before it is known to be finite.
 
 Checkpoints are whole tensors by name (`trainer/shards.py`), so a run may go on with another stage, another number of
@@ -162,6 +163,8 @@ class DeepSpeedEngine:
         self._hold_reduction(not last or self.stage == 0 or after)
         if self._arrivals is not None:
             self._arrivals.micro_batches += 1
+        elif last and self._wire.attachment is not None:
+            self._wire.attachment.leave_early()
         self._loss.work = lambda: run_objective(objective, self.model, batch)
         loss = self._ds(scale * (self.world if self.stage == 3 else 1))
         self._ds.backward(loss, scale_wrt_gas=False)
@@ -190,7 +193,7 @@ class DeepSpeedEngine:
                     parameter.grad = torch.zeros(shape, dtype=parameter.dtype, device=self.device)
         self._hold_reduction(False)
         if self.stage == 0 and self._wire.attachment is not None:
-            self._wire.attachment.reduce_whole(list(self._parameters.values()), self._bucket)
+            self._wire.attachment.reduce_whole()
         elif self.stage == 0:
             self._ds.allreduce_gradients(self._bucket)
         elif self.stage == 3:

@@ -45,7 +45,8 @@ class Wire:
     @property
     def remembers(self) -> bool:
         """Whether codes depend on what was sent before. A resumed run then repeats the messages of one that was not
-        interrupted only if both cut them alike, in the order of parameters rather than in that of their arrival.
+        interrupted only if both cut them alike, in the order of parameters rather than in that of their arrival. (What
+        stage 0 sends is cut so in any case.)
         """
         return self.attachment is not None and (self.config.error_feedback or self.config.stochastic_rounding)
 
@@ -60,10 +61,17 @@ class Wire:
             if words:
                 logger.info("%s", words)
             self.attachment = Attachment(
-                engine, self.stage, ranks.rank, ranks.world, reducer, exact, traffic=self.traffic
+                engine,
+                self.stage,
+                ranks.rank,
+                ranks.world,
+                reducer,
+                list(parameters.values()),
+                exact,
+                traffic=self.traffic,
             )
-            self._remember(self.attachment, shards, parameters, device)
             self.attachment.attach()
+            self._remember(self.attachment, shards, parameters, device)
         coded = {name: p for name, p in parameters.items() if not used_in_fp32(name, p)}
         if self.stage in (1, 2) and self.bf16_weights:
             from deepspeed.runtime.zero import stage_1_and_2
@@ -93,8 +101,7 @@ class Wire:
             attachment.names = {id(p): name for name, p in parameters.items()}
             shapes = {n: shards.parts[n].shape for n, p in parameters.items() if id(p) not in attachment.exact}
             residuals = Residuals(shapes, self.ranks.rank, self.ranks.world, device)
-            bucket = int(attachment.engine.zero_reduce_bucket_size())
-            attachment.keep_residuals(residuals, list(parameters.values()), bucket)
+            attachment.keep_residuals(residuals)
 
     def state(self) -> dict[str, Tensor]:
         """What coding remembers, whole, on rank 0; empty elsewhere, and where it remembers nothing."""

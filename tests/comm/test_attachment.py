@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.comm.deepspeed import Attachment, _parts_of_ranks, buckets
+from lowbit.comm.deepspeed import Attachment, _parts_of_ranks
+from lowbit.comm.whole import WholeReduction, buckets
 from lowbit.errors import LowbitError
 
 
@@ -41,7 +42,9 @@ class Changed:
 
 
 def attachment(zero: Any, stage: int) -> Attachment:
-    return Attachment(SimpleNamespace(optimizer=zero), stage, 0, 2, SimpleNamespace(), set())  # type: ignore[arg-type]
+    engine = SimpleNamespace(optimizer=zero, zero_reduce_bucket_size=lambda: 10)
+    reducer = SimpleNamespace(sent=0.0, sent_inside=0.0)
+    return Attachment(engine, stage, 0, 2, reducer, [], set())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -105,3 +108,66 @@ def test_buckets_keep_order_and_size() -> None:
     tensors = [torch.empty(n) for n in (5, 3, 9, 1, 1, 20)]
     assert [[t.numel() for t in bucket] for bucket in buckets(tensors, 9)] == [[5, 3], [9], [1, 1], [20]]
     assert list(buckets([], 9)) == []
+
+
+class Sum:
+    """A stand-in for a reduction over two ranks with equal gradients: twice the gradient, once it is waited for."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat, self.waited = flat, False
+
+    def wait(self) -> None:
+        assert not self.waited
+        self.flat *= 2
+        self.waited = True
+
+
+def test_buckets_leave_from_the_last_and_in_order() -> None:
+    """Each as soon as its gradients are there; at most two under way; what has none counts as zeros."""
+    weights = [torch.full((4,), 1.0 + k, requires_grad=True) for k in range(6)]
+    said: list[str] = []
+    sums: list[Sum] = []
+
+    def begin(index: int, flat: Tensor) -> Sum:
+        assert sum(not one.waited for one in sums) < 2
+        said.append(f"bucket {index}")
+        sums.append(Sum(flat))
+        return sums[-1]
+
+    reduction = WholeReduction(weights, 8, begin)
+    for k, weight in enumerate(weights):
+        weight.register_post_accumulate_grad_hook(lambda _, k=k: said.append(f"gradient {k}"))  # type: ignore[no-untyped-call]
+
+    def backward(used: list[int]) -> None:
+        said.clear()
+        for weight in weights:
+            weight.grad = None
+        x = torch.ones(4, requires_grad=True)
+        for k in used:  # the last one's gradient comes first
+            x = x * weights[k]
+        x.sum().backward()
+
+    def product(k: int, used: list[int]) -> float:
+        return 2 * torch.tensor([1.0 + j for j in used if j != k]).prod().item()
+
+    everything = list(range(6))
+    for early in (False, True):
+        if early:
+            reduction.open()
+        backward(everything)
+        before = [word for word in said if word.startswith("bucket")]
+        assert before == (["bucket 2", "bucket 1", "bucket 0"] if early else [])
+        if early:  # its own hook runs first
+            assert said.index("bucket 2") == said.index("gradient 4") - 1
+        reduction.finish()
+        assert [one for one in said if one.startswith("bucket")] == ["bucket 2", "bucket 1", "bucket 0"]
+        for k, weight in enumerate(weights):
+            assert weight.grad is not None and torch.equal(weight.grad, torch.full((4,), product(k, everything)))
+    reduction.open()
+    backward([0, 1, 2, 3, 5])  # the first bucket to leave is never complete: the others wait for it
+    assert not any(word.startswith("bucket") for word in said)
+    reduction.finish()
+    assert weights[4].grad is not None and not weights[4].grad.any()
+    assert weights[0].grad is not None and weights[0].grad[0] == product(0, [0, 1, 2, 3, 5])
+    backward(everything)  # not opened: an earlier micro-batch
+    assert not any(word.startswith("bucket") for word in said)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.comm import reducers
+from lowbit.comm.collective import Work
 from lowbit.comm.reducers import MEASURED_NUMBERS, choose
 
 
@@ -30,10 +31,11 @@ class Made:
         self.name, self.seconds, self.clock, self.noise = name, seconds, clock, noise
         self.calls = 0
 
-    def all_reduce(self, flat: Tensor, feedback: object = None, noise: object = None) -> None:
+    def all_reduce(self, flat: Tensor, feedback: object = None, noise: object = None) -> Work:
         self.calls += 1
         # The first call also opens connections
         self.clock.now += self.seconds * (1 + self.noise.expovariate(20) + 5 * (self.calls == 1))
+        return Work()
 
     def reduce_scatter(self, chunks: list[Tensor], lost: object = None, noise: object = None) -> Tensor:
         assert [chunk.numel() for chunk in chunks] == [MEASURED_NUMBERS // 2] * 2

@@ -271,9 +271,10 @@ def when_reduced(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch
     engine = DeepSpeedEngine(build(config, device), config, ranks, device)
     assert engine._wire.attachment is not None
     reducer = engine._wire.attachment.reducer
-    stock, now, calls, complete = reducer.reduce_scatter, "", list[tuple[str, bool]](), False
+    method = "reduce_scatter" if engine.stage else "all_reduce"
+    stock, now, calls, complete = getattr(reducer, method), "", list[tuple[str, bool]](), False
 
-    def reduce_scatter(*args: Any, **options: Any) -> torch.Tensor:
+    def reduce(*args: Any, **options: Any) -> Any:
         calls.append((now, complete))
         return stock(*args, **options)
 
@@ -281,7 +282,7 @@ def when_reduced(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch
         nonlocal complete
         complete = True
 
-    reducer.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
+    setattr(reducer, method, reduce)
     engine.model.embedding.weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
     share, found = MICRO_BATCHES // ranks.world, []
     for step in range(3):
