@@ -83,6 +83,7 @@ def validate_rl(config: RlConfig) -> None:
     _algorithm(config)
     _folders(config)
     _lora(config)
+    _stabilisers(config)
 
 
 def _as_pretraining(config: RlConfig) -> RunConfig:
@@ -216,6 +217,19 @@ def _lora(config: RlConfig) -> None:
         if getattr(config.precision.stabilisers, name).enabled:
             why = "stabilisers look after weights that train, and these are frozen"
             raise refuse(config, "lora.rank", key, why=why, works=f"{key}=false would work")
+
+
+def _stabilisers(config: RlConfig) -> None:
+    """Those that change what the trainer's forward computes, beside its weights, which are all that the sampler has."""
+    key, s = "precision.stabilisers", config.precision.stabilisers
+    for at, wanted, off in (
+        (f"{key}.outcontrol.enabled", s.outcontrol.enabled, "false"),
+        (f"{key}.clamp.enabled", s.clamp.enabled, "false"),
+        (f"{key}.oscireset.hysteresis", s.oscireset.enabled and s.oscireset.hysteresis > 0, "0"),
+    ):
+        if wanted:
+            why = "the trainer would compute another function than the sampler"
+            raise refuse(config, at, why=why, works=f"{at}={off} would work")
 
 
 def _lora_targets(config: RlConfig) -> None:

@@ -279,6 +279,7 @@ def test_settings_that_cannot_be(config: RlConfig, keys: dict[str, Any], text: s
         (["engine=deepspeed", "engine.zero_stage=3"], "frozen weights stay whole on every rank"),
         (["optim.ema_decay=0.9"], "a product of averages is not the average of products"),
         (["precision=nvfp4", "precision.stabilisers.oscireset.enabled=true"], "these are frozen"),
+        (["precision=nvfp4", "precision.stabilisers.outcontrol.enabled=true", "max_steps=900"], "these are frozen"),
     ],
 )
 def test_combinations_that_cannot_be(overrides: list[str], text: str) -> None:
