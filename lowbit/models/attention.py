@@ -16,6 +16,7 @@ rule pair by pair. An incomplete last block is never "all": its missing rows are
 the same of the extremes of positions: distances between two blocks lie between those of their ends.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -194,17 +195,12 @@ def flex_with_z(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """FlexAttention, and the logsumexp z [B, H, T], FP32, of each query's visible logits. Both are differentiable."""
-
-    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        assert softcap is not None
-        return softcap * torch.tanh(score / softcap)
-
     flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     out, more = flex(
         q,
         k,
         v,
-        score_mod=None if softcap is None else capped,
+        score_mod=None if softcap is None else _capping(softcap),
         block_mask=mask,
         scale=scale,
         enable_gqa=k.shape[1] != q.shape[1],
@@ -213,6 +209,15 @@ def flex_with_z(
         kernel_options={"BACKEND": "TRITON"},
     )
     return out, more.lse
+
+
+def _capping(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """What FlexAttention makes of a logit."""
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
 
 
 @cache

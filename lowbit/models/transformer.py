@@ -40,6 +40,8 @@ from lowbit.models.z_column import COLUMNS
 
 SMALL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down.weight", "mlp.shared.down.weight")
 """The projections that write into the residual stream."""
+AUTO = AttentionKernel.flex
+"""What `engine.attention=auto` is."""
 AS_WRITTEN: dict[str, Any] = {"emulate_precision_casts": True}
 """Compiled code rounds to BF16 where the model as written does, and gives its bits. Left to itself the compiler keeps
 FP32 between the operations that it joins: more exact, but another number, which a quantiser behind it turns into
@@ -109,10 +111,10 @@ class Transformer(nn.Module):
     @property
     def uses_varlen(self) -> bool:
         """Whether attention inside packed documents is the kernel's for sequences of varying length."""
-        wanted = self.attention_kernel is AttentionKernel.varlen
+        kernel = AUTO if self.attention_kernel is AttentionKernel.auto else self.attention_kernel
         width = head_dim_of(self.config) + (COLUMNS if self.config.attention_z else 0)
         usable = self.config.attention_softcap is None and takes(self.compute_dtype, width)
-        return wanted and usable and self.head_weight.is_cuda
+        return kernel is AttentionKernel.varlen and usable and self.head_weight.is_cuda
 
     def forward(self, tokens: Tensor, visibility: Visibility | None = None, cache: KVCache | None = None) -> Tensor:
         """Hidden states after the final norm.

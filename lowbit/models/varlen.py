@@ -123,8 +123,9 @@ def _forward_on_gpu(
     documents, longest = sizes.tolist()
     begin = ends[: documents + 1]
     out, z, *_ = _aten._flash_attention_forward(
-        q, k, v, begin, begin, longest, longest, 0.0, True, False, scale=scale, window_size_left=window - 1
-    )
+        q, k, v, begin, begin, longest, longest, 0.0, window == 0, False, scale=scale,
+        window_size_left=window - 1, window_size_right=0,
+    )  # fmt: skip
     return out, z
 
 
@@ -144,8 +145,8 @@ def _backward_on_gpu(
     begin = ends[: documents + 1]
     seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # no dropout
     found: tuple[Tensor, Tensor, Tensor] = _aten._flash_attention_backward(
-        grad.contiguous(), q, k, v, out, z, begin, begin, longest, longest, 0.0, True, seed, unused, scale=scale,
-        window_size_left=window - 1,
+        grad.contiguous(), q, k, v, out, z, begin, begin, longest, longest, 0.0, window == 0, seed, unused, scale=scale,
+        window_size_left=window - 1, window_size_right=0,
     )  # fmt: skip
     return found
 

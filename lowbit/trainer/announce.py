@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lowbit.configs.schema import CommKind, EvalConfig, RunConfig
+from lowbit.configs.schema import AttentionKernel, CommKind, EvalConfig, RunConfig
 from lowbit.data.tokenizer import Tokenizer
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.requests import Request
@@ -29,6 +29,9 @@ def introduce(config: RunConfig, model: Transformer, groups: Sequence[GroupRow],
     logger.info("model %s: %.1f million parameters%s", config.model.name, (parameters + frozen) / 1e6, note)
     for row in groups:
         logger.info("  %s", row)
+    if config.engine.attention is AttentionKernel.varlen and not model.uses_varlen:
+        where = f"{model.head_weight.device.type} in {model.compute_dtype}".replace("torch.", "")
+        logger.warning("engine.attention=varlen: no such kernel on %s, documents are masked", where)
     if world > 1:
         sent = "FP32" if config.comm.kind is CommKind.none else config.comm.kind.value
         logger.info("%d ranks, ZeRO %d, gradients travel as %s", world, config.engine.zero_stage, sent)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.configs.schema import AttentionKernel, ModelConfig, Recompute
+from lowbit.configs.schema import AttentionKernel, EngineConfig, ModelConfig, Recompute, RunConfig
 from lowbit.models import varlen, visibility
 from lowbit.models.attention import attention, dense_mask, prepare_mask
 from lowbit.models.attention_z import attention_with_z
@@ -16,6 +16,7 @@ from lowbit.models.transformer import Transformer
 from lowbit.models.varlen import Varlen
 from lowbit.models.visibility import Visibility, causal, documents, prefixes, without_padding
 from lowbit.models.z_column import COLUMNS
+from lowbit.trainer.announce import introduce
 
 CONFIG = ModelConfig(layers=3, width=64, heads=4, kv_heads=2, mlp_width=96, max_sequence=512, init_std=0.1)
 VOCAB = 60
@@ -253,6 +254,18 @@ def test_who_does_not_use_it(kernel: AttentionKernel, changes: dict[str, object]
     model = Transformer(dataclasses.replace(CONFIG, **changes), VOCAB, dtype)  # type: ignore[arg-type]
     model.attention_kernel = kernel
     assert not model.uses_varlen
+
+
+def test_a_run_says_where_there_is_no_such_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    model = Transformer(CONFIG, VOCAB)
+    for kernel in AttentionKernel:
+        model.attention_kernel = kernel
+        config = RunConfig(model=CONFIG, engine=EngineConfig(attention=kernel))
+        with caplog.at_level("WARNING", "lowbit"):
+            introduce(config, model, [], 1)
+    assert [record.message for record in caplog.records] == [
+        "engine.attention=varlen: no such kernel on cpu in float32, documents are masked"
+    ]
 
 
 @pytest.mark.gpu
