@@ -128,10 +128,11 @@ def run_one(given: Sequence[str], task: Task = PRETRAINING) -> None:
         task.work(config, Path())
         return
     failure: list[Exception] = []
+    replaced = replaced_limits(overrides, task.command)  # Hydra composes nothing else while it runs a job
 
     def job(tree: Any) -> None:
         try:
-            _work(tree, task, overrides)
+            _work(tree, task, overrides, replaced)
         except Exception as error:
             _log(error)
             failure.append(error)
@@ -170,7 +171,8 @@ def run_sweep(given: Sequence[str], task: Task = PRETRAINING) -> None:
     interrupted, broken = False, None
     try:
         arguments = ["--multirun", *for_hydra(overrides, task.command), f"hydra.sweep.dir={_quoted(sweep_dir)}"]
-        _under_hydra(lambda tree: _sweep_job(tree, swept, task, typed), arguments, task)
+        replaced = [replaced_limits(settings, task.command) for settings in jobs]
+        _under_hydra(lambda tree: _sweep_job(tree, swept, task, typed, replaced), arguments, task)
     except Interrupted:
         interrupted = True
     except Exception as error:  # a launcher of other processes: one of them was killed, or could not be started
@@ -220,21 +222,33 @@ def _ending(
     return error
 
 
-def _work(tree: Any, task: Task, typed: Sequence[str]) -> object:
-    """The job itself: from Hydra's configuration to a finished run, and what that reached. typed: its settings."""
+def _work(tree: Any, task: Task, typed: Sequence[str], replaced: Sequence[str]) -> object:
+    """The job itself: from Hydra's configuration to a finished run, and what that reached.
+
+    typed: its settings, should it start ranks. replaced: `replaced_limits`, to be said.
+    """
     from hydra.core.hydra_config import HydraConfig
 
     config, folder = to_config(task.command, tree), Path(HydraConfig.get().runtime.output_dir)
     if task.joined and torchrun.starts_ranks(config):
         torchrun.run_ranks(config, task.words, [*typed, f"hydra.run.dir={_quoted(folder)}"])
         return None
-    for line in replaced_limits(typed, task.command):
+    for line in replaced:
         logger.info("%s", line)
     return task.work(config, folder)
 
 
-def _sweep_job(tree: Any, swept: Sequence[str], task: Task, typed: Sequence[Sequence[str]]) -> None:
-    """One job of a sweep: failures are printed and written down, interruption ends the sweep."""
+def _sweep_job(
+    tree: Any,
+    swept: Sequence[str],
+    task: Task,
+    typed: Sequence[Sequence[str]],
+    replaced: Sequence[Sequence[str]],
+) -> None:
+    """One job of a sweep: failures are printed and written down, interruption ends the sweep.
+
+    typed, replaced: of each job, as `_work` takes them.
+    """
     from hydra.core.hydra_config import HydraConfig
 
     hydra = HydraConfig.get()
@@ -244,7 +258,7 @@ def _sweep_job(tree: Any, swept: Sequence[str], task: Task, typed: Sequence[Sequ
     _allow_children()
     reached: object = None
     try:
-        reached = _work(tree, task, typed[hydra.job.num])
+        reached = _work(tree, task, typed[hydra.job.num], replaced[hydra.job.num])
     except KeyboardInterrupt:
         outcome = Outcome(hydra.job.num, settings, EXIT_INTERRUPTED, "interrupted")
         raise

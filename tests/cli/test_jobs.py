@@ -36,6 +36,19 @@ def test_one_run(tmp_path: Path) -> None:
     assert "[lowbit][INFO] - training with seed 3" in log and "[other.library][WARNING] - chatter" in log
 
 
+def test_a_limit_in_place_of_the_presets_is_said(tmp_path: Path) -> None:
+    """On the console and in run.log; each job of a sweep says its own."""
+    said = f"takes the place of the preset's max_steps={compose([]).max_steps}; give both to have whichever comes first"
+    one = lowbit(["pretrain", "max_minutes=2", "run_name=first"], tmp_path, stub=True)
+    assert (one.code, one.out) == (0, f"max_minutes=2 {said}\ntraining with seed 1\n"), one.err
+    assert f"max_minutes=2 {said}" in (tmp_path / "runs" / "first" / "run.log").read_text()
+    swept = lowbit(["pretrain", "max_minutes=2,3", "-m"], tmp_path, stub=True)
+    assert swept.code == 0 and [line for line in swept.out.splitlines() if said in line] == [
+        f"max_minutes=2 {said}",
+        f"max_minutes=3 {said}",
+    ], swept.err
+
+
 def test_how_runs_end(tmp_path: Path) -> None:
     cases = [["pretrain", f"seed={seed}", f"hydra.run.dir=r{seed}"] for seed in (13, 14, 15, 16)]
     failed, bug, saved, killed = together(cases, tmp_path, stub=True)
