@@ -20,8 +20,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "sigmoid experts": {"moe": MoeConfig(experts=8, top_k=3, expert_width=128, gate=GateKind.sigmoid)},
     "local and shared": {"windows": [64, 64, 0], "kv_from": [0, 0, 2, 0, 0, 2]},
     "Z-Reg": {"attention_z": 0.1},
-    "capped": {"attention_softcap": 2.0, "windows": [64, 0]},
-    "capped, Z-Reg": {"attention_softcap": 2.0, "attention_z": 0.1},
+    "capped, local, Z-Reg": {"attention_softcap": 2.0, "windows": [64, 0], "attention_z": 0.1},
     "Z-Reg, wide heads": {"attention_z": 0.1, "heads": 2, "kv_heads": 1},
 }
 
