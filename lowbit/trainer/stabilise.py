@@ -42,6 +42,7 @@ from lowbit.trainer.engine import Engine
 
 logger = logging.getLogger("lowbit")
 
+PARTS = ("outcontrol", "oscireset", "clamp")
 Loss = Callable[[Batch], Tensor]
 """The sum that is differentiated for one micro-batch, moved to the model's device."""
 
@@ -86,8 +87,7 @@ class Stabilisers:
 
     @property
     def _parts(self) -> dict[str, OutControl | OsciReset | Clamp]:
-        parts = {"outcontrol": self.outcontrol, "oscireset": self.oscireset, "clamp": self.clamp}
-        return {name: part for name, part in parts.items() if part is not None}
+        return {name: part for name in PARTS if (part := getattr(self, name)) is not None}
 
     def _masters(self) -> Iterator[Master]:
         if self._engine is None:
@@ -178,6 +178,8 @@ class Stabilisers:
         for key, tensor in state.items():
             part, _, name = key.partition(".")
             parts.setdefault(part, {})[name] = tensor
+        if self._engine is not None and (lost := [name for name in PARTS if name in parts and name not in self._parts]):
+            logger.warning("this run goes on without %s, which it has had so far", " and ".join(lost))
         if self.outcontrol is not None and "outcontrol" in parts:
             self.outcontrol.load_state_tensors(parts["outcontrol"], self._ranks.first)
         if self.oscireset is not None and "oscireset" in parts:  # after OutControl, which makes layers forget choices

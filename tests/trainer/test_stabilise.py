@@ -271,6 +271,22 @@ def test_a_run_that_begins_in_bf16_has_its_stabilisers_when_a_switch_gives_them_
     assert load_run(tmp_path / "whole").step == 8
 
 
+def test_a_resume_without_a_stabiliser_says_so(small: RunConfig, tmp_path: Path, caplog: Any) -> None:
+    """What the forward computes may change with it."""
+    short = replace(small, max_steps=4, checkpoint=replace(small.checkpoint, every_steps=0))
+    pretrain(replace(short, precision=precision(out=OUT, osci=OSCI)), tmp_path / "run")
+    for steps, settings, said in ((5, {"osci": OSCI}, ["outcontrol"]), (6, {}, ["oscireset"]), (7, {}, [])):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "lowbit"):
+            pretrain(replace(short, max_steps=steps, precision=precision(**settings)), tmp_path / "run")
+        found = [line.getMessage() for line in caplog.records if "goes on without" in line.getMessage()]
+        assert found == [f"this run goes on without {name}, which it has had so far" for name in said]
+    high = replace(small.precision, forward="bf16")
+    caplog.clear()
+    load_run(tmp_path / "run", "step_00000004", precision=high)
+    assert "goes on without" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("product", "stabilisers", "why"),
     [
