@@ -16,7 +16,7 @@ from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.schema_pipeline import PipelineConfig, Stage
 from lowbit.configs.schema_rl import RlConfig
-from lowbit.configs.stage_configs import fill
+from lowbit.configs.stage_configs import fill, refuse_decided
 from lowbit.configs.strict import build, fields_of, locate, schema_paths, show
 from lowbit.errors import ConfigError
 
@@ -130,6 +130,9 @@ def _check_one(override: Any, own_presets: bool, command: Command[RunConfig]) ->
         return _check_delete(key, text, choices, command)
     if key in choices:
         return _placed(command, key, _check_choice(key, override.value(), text, choices[key], own_presets))
+    section, _, inner = key.partition(".")
+    if section in command.sparse:
+        refuse_decided(Stage(section), {inner: None})
     hint = _locate(key, text.partition("=")[2], choices, command)
     value = override.value()
     if not (isinstance(value, str) and "${" in value):  # interpolations are checked once resolved

@@ -51,7 +51,7 @@ def fill(tree: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"{stage}={own}: a stage has keys, such as {stage}.max_steps; stages=[...] chooses stages"
             )
-        _refuse_decided(stage, own)
+        refuse_decided(stage, own)
         filled[stage] = _merged(_beneath(stage, cls, tree, own), own)
         if stage is Stage.rl and isinstance(precision := filled[stage]["precision"], Mapping):
             filled[stage]["precision"] = {**precision, "switch": []}  # a schedule of training from text, whoever set it
@@ -73,7 +73,8 @@ def _beneath(stage: Stage, cls: type[RunConfig], tree: Mapping[str, Any], own: M
     return base
 
 
-def _refuse_decided(stage: Stage, own: Mapping[str, Any]) -> None:
+def refuse_decided(stage: Stage, own: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key in a stage's section that the pipeline decides."""
     for key in flatten(own):
         why = next((why for decided, why in DECIDED.items() if f"{key}.".startswith(f"{decided}.")), None)
         if key == "init_from":

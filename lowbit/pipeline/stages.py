@@ -71,13 +71,14 @@ def beginning_of(stage: Stage, config: PipelineConfig, folder: Path, manifest: M
     wanted = [other for other in before if other in config.stages or other in manifest.stages]
     if not wanted:
         raise ConfigError(
-            f"{stage} takes the weights of a stage before it, and {folder} has none; "
+            f"{stage} takes the weights of a stage before it, and {shown_path(folder)} has none; "
             f"add {before[-1]} to stages, or name a run's folder in {GIVEN[stage]}"
         )
     record = manifest.stages.get(wanted[-1])
     if record is None or record.state is not State.done:
         state = "was not begun" if record is None else f"is {record.state}"
-        raise LowbitError(f"{stage} takes the weights of {wanted[-1]}, which {state} in {folder}: add it to stages")
+        where = f"{wanted[-1]}, which {state} in {shown_path(folder)}"
+        raise LowbitError(f"{stage} takes the weights of {where}: add it to stages")
     place = folder / record.folder
     if wanted[-1] not in config.stages and (why := changed_outputs(record, place)):
         raise LowbitError(

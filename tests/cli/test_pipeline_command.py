@@ -32,6 +32,7 @@ REFUSED = [
     (["rl.rollout.temperature=0"], "rl: rollout.temperature=0.0: greedy answers are all the same"),
     (["distill.cache.targets=0"], "distill: cache.targets=0: must be at least 1"),
     (["pretrain.model.layers=3"], "pretrain.model.layers: a pipeline has two models"),
+    (["rl.model=30m"], "rl.model: a pipeline has two models: set teacher (pretrained) and student"),
     (["rl.data.tokenizer.kind=bytes"], "all stages have one tokenizer: set data.tokenizer"),
     (["pretrain.init_from=x"], "pretrain.init_from: a stage goes on by itself"),
     (["distill.teacher.max_steps=3"], "set pretrain.max_steps"),

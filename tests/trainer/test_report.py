@@ -117,6 +117,9 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _run(tmp_path / "a", 1e-3)
     with pytest.raises(LowbitError, match="no run"):
         comparison_table([])
+    with pytest.raises(LowbitError, match=r"aa: no such folder; nearest: .*a$"):
+        comparison_table([run, tmp_path / "aa"])
+    (tmp_path / "none").mkdir()
     with pytest.raises(LowbitError, match=r"none is not a run's folder: it has no metrics\.jsonl"):
         comparison_table([run, tmp_path / "none"])
     with pytest.raises(LowbitError, match=r"curves\.nope"):

@@ -132,8 +132,9 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         inside = runs_in(path) or [run for child in sorted(path.glob("*"), key=_natural) for run in runs_in(child)]
         if not inside:
-            why = f"it has no {METRICS}, and no folder in it has one{nearest_path(str(path))}"
-            raise LowbitError(f"{path} is not a run's folder: {why}")
+            if not path.exists():
+                raise LowbitError(f"{path}: no such folder{nearest_path(str(path))}")
+            raise LowbitError(f"{path} is not a run's folder: it has no {METRICS}, and no folder in it has one")
         found += inside
     return found
 
