@@ -1,7 +1,7 @@
 """Speed of what models are made of: masked attention, local layers, trees, mixtures of experts. One table, and JSON.
 
     python scripts/bench_model.py attention                # one sequence of 32k tokens, then 2k: which mask costs what
-    python scripts/bench_model.py attention --length 2048 --only documents       # a few of the rows
+    python scripts/bench_model.py attention --length 2048 --only "whole document" "documents of 512"
     python scripts/bench_model.py experts                  # mixtures against dense models of the same active size
     python scripts/bench_model.py kernels                  # attention alone: documents by mask, or by varying lengths
     python scripts/bench_model.py attention --small        # seconds, on a CPU: a check of the script, not of speed
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("what", choices=("attention", "experts", "kernels"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--length", type=int, help="Cases with sequences of this length alone.")
-    parser.add_argument("--only", default="", help="Cases whose name has this word, and what they are compared with.")
+    parser.add_argument("--only", nargs="+", default=[""], help="Cases with one of these words, and their bases.")
     parser.add_argument("--small", action="store_true", help="Tiny shapes, to see that the script runs.")
     parser.add_argument("--out", type=Path, default=Path("bench_model.json"))
     args = parser.parse_args(arguments)
@@ -220,8 +220,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         attention_cases(args.small, device.type == "cuda") if args.what == "attention" else experts_cases(args.small)
     )
     cases = [case for case in cases if args.length in (None, case.length)]
-    wanted = {(case.over, case.batch, case.length) for case in cases if args.only in case.name}
-    cases = [case for case in cases if args.only in case.name or (case.name, case.batch, case.length) in wanted]
+    chosen = [case for case in cases if any(word in case.name for word in args.only)]
+    needed = {(name, case.length) for case in chosen for name in (case.name, case.over)}
+    cases = [case for case in cases if (case.name, case.length) in needed]
     rows: list[dict[str, Any]] = []
     for case in cases:
         torch._dynamo.reset()
