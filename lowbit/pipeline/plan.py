@@ -58,12 +58,16 @@ def parts_of(stage: Stage, run: RunConfig) -> list[Part]:
     vocabulary, words = planned_vocabulary(run), in_words(stage, run)
     made = plan_run(run, vocabulary, compute_bytes=dtype.itemsize)
     kept = _checkpoints(run, made, made.length.steps)
-    if isinstance(run, DistillConfig):
-        trained = Part("distill: student", made.length.tokens, made.total_flops, made.memory.total, kept, words)
-        return [_cache(run, vocabulary), trained]
     if isinstance(run, RlConfig):
-        return _rewarded(run, made, vocabulary, kept, words)
-    return [Part(stage.value, made.length.tokens, made.total_flops, made.memory.total, kept, words)]
+        trained = _rewarded(run, made, vocabulary, kept, words)
+    else:
+        name = "distill: student" if isinstance(run, DistillConfig) else stage.value
+        trained = [Part(name, made.length.tokens, made.total_flops, made.memory.total, kept, words)]
+    shared = plan_run(run, vocabulary, compute_bytes=dtype.itemsize, ranks=run.engine.processes).memory.total
+    if not (isinstance(run, RlConfig) and run.lora.rank):  # of which little is shared out
+        elsewhere = made.memory.total - shared  # what other ranks keep
+        trained = [replace(part, memory=part.memory - elsewhere) for part in trained]
+    return [_cache(run, vocabulary), *trained] if isinstance(run, DistillConfig) else trained
 
 
 def require_space(stage: Stage, run: RunConfig, folder: Path) -> None:
@@ -88,11 +92,13 @@ def describe(config: PipelineConfig) -> list[str]:
     for stage, given in runs_of(config).items():
         with naming(stage):
             run = with_models_given(given)
-        place = (pick_device(run.device), compute_dtype(run.precision, pick_device(run.device)))
-        rate = rates.setdefault(place, rates.get(place) or measured_rate(*place))
+        device = pick_device(run.device)
+        place = (device, compute_dtype(run.precision, device))
+        if place not in rates:
+            rates[place] = measured_rate(*place)
         found = parts_of(stage, run)
         parts += found
-        seconds += times(run, planned_vocabulary(run), [part.tokens for part in found], rate)
+        seconds += times(run, planned_vocabulary(run), [part.tokens for part in found], rates[place])
     rows = [["stage", "tokens", "FLOPs", "memory", "disk", "time, about", "precision"]]
     for part, taken in zip(parts, seconds, strict=True):
         rows.append(_row(part.name, part.tokens, part.flops, part.memory, part.disk, taken, part.precision))

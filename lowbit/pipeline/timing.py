@@ -149,6 +149,7 @@ class Stopwatch:
     def __init__(self, run: RunConfig, vocabulary: int, rate: float) -> None:
         length, device = run.data.sequence_length, pick_device(run.device)
         self.run, self.rate = run, rate
+        self.devices = run.engine.processes if device.type == "cuda" else 1  # ranks on one CPU share its cores
         self.flops = flops_per_token(run.model, vocabulary, length)
         self.timed = device.type == "cpu" and length * self.flops <= LONGEST * rate
         if self.timed:
@@ -162,13 +163,14 @@ class Stopwatch:
     @property
     def supposed(self) -> float:
         """Seconds of a token's training where nothing is timed."""
-        return self.flops / (SHARE * self.rate)
+        return self.flops / (SHARE * self.rate * self.devices)
 
     def pace(self) -> Pace:
         """Of training and evaluation."""
         if not self.timed:
             return Pace(self.supposed, self.supposed / READ)
-        engine = LocalEngine(self.model, self.run.optim, replace(self.run.engine, compile=CompileMode.off))
+        settings = replace(self.run.engine, compile=CompileMode.off, cuda_graphs=False)
+        engine = LocalEngine(self.model, self.run.optim, settings)
         tokens, trained = self.batch.valid_tokens, 0.0
         for active, share in self._phases():
             self.precision.set_active(active)

@@ -32,6 +32,7 @@ from lowbit.pipeline.plan import FACTOR, Part, describe, parts_of, with_models_g
 from lowbit.pipeline.run import run as run_pipeline
 from lowbit.pipeline.stages import perform
 from lowbit.trainer.jsonl import read_rows
+from lowbit.trainer.plan import plan as plan_run
 
 
 @pytest.fixture
@@ -145,6 +146,20 @@ def test_what_is_not_known_has_no_time(tmp_path: Path, monkeypatch: pytest.Monke
     a_token = part.flops / part.tokens / (timing.SHARE * 1e3)
     assert seconds == pytest.approx(timing.AROUND + (1000 + 4096 / 3) * a_token)
     assert "n/a" in describe(config)[5]
+
+
+def test_memory_of_one_of_several_ranks() -> None:
+    """As `lowbit plan --ranks` says of the stage's run; the disk is that of one process."""
+    given = ["device=cpu", "engine=deepspeed", "engine.zero_stage=1"]
+    one: PipelineConfig = compose_for(PIPELINE, given)
+    four: PipelineConfig = compose_for(PIPELINE, [*given, "engine.processes=4", "pretrain.batch.micro_batch=1"])
+    alone: PipelineConfig = compose_for(PIPELINE, [*given, "pretrain.batch.micro_batch=1"])
+    [part], [single] = parts_of(Stage.pretrain, four.pretrain), parts_of(Stage.pretrain, alone.pretrain)
+    planned = plan_run(four.pretrain, 512, compute_bytes=4, ranks=4)
+    assert part.memory == planned.memory.total < single.memory and part.disk == single.disk
+    for stage in (Stage.distill, Stage.rl):
+        many, few = parts_of(stage, getattr(four, stage)), parts_of(stage, getattr(one, stage))
+        assert many[-1].memory < few[-1].memory and many[-1].disk == few[-1].disk
 
 
 def test_a_plan_takes_the_models_that_are_named(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
