@@ -97,6 +97,14 @@ def test_flops_by_hand() -> None:
     assert flops_per_token(config, 32768, 2048) == expected == 2_925_527_040
 
 
+def test_a_cap_is_no_work() -> None:
+    """Element-wise, as the softmax is: products are counted."""
+    plain = ModelConfig()
+    capped = dataclasses.replace(plain, attention_softcap=50.0)
+    assert flops_per_token(capped, 1000, 512) == flops_per_token(plain, 1000, 512)
+    assert kv_cache_bytes_per_token(capped) == kv_cache_bytes_per_token(plain)
+
+
 def test_kv_cache_bytes_of_a_real_cache() -> None:
     cache = PagedCache(TINY, 3, 50, KvCodec.of(KvFormat.bf16, torch.float32), "cpu")
     assert cache.nbytes == 3 * 50 * kv_cache_bytes_per_token(TINY)
