@@ -107,10 +107,13 @@ TIMED = [
 """The default pipeline's models, precisions and batches, for fewer steps."""
 
 
-@pytest.mark.slow
-def test_the_time_of_the_default_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "stages", [pytest.param("pretrain", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.exhaustive)]
+)
+def test_the_time_of_the_default_stages(stages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place(tmp_path))
-    config: PipelineConfig = compose_for(PIPELINE, TIMED)
+    fewer = ["stages=[pretrain]", "pretrain.max_steps=12"] if stages == "pretrain" else []
+    config: PipelineConfig = compose_for(PIPELINE, [*TIMED, *fewer])
     taken: dict[Stage, float] = {}
 
     def timed(stage: Stage, run: Any, folder: Path) -> Any:
@@ -122,7 +125,7 @@ def test_the_time_of_the_default_stages(tmp_path: Path, monkeypatch: pytest.Monk
     run_pipeline(config, tmp_path / "runs" / "pipeline", timed)
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=time.process_time))
     rate = timing.measured_rate(torch.device("cpu"), torch.float32)
-    for stage in Stage:
+    for stage in config.stages:
         run = getattr(config, stage)
         tokens = [part.tokens for part in parts_of(stage, run)]
         found = timing.times(run, 257, tokens, rate)
@@ -162,6 +165,7 @@ def test_memory_of_one_of_several_ranks() -> None:
         assert many[-1].memory < few[-1].memory and many[-1].disk == few[-1].disk
 
 
+@pytest.mark.slow
 def test_a_plan_takes_the_models_that_are_named(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher's folder, and a student's, of other sizes than the settings would have."""
     monkeypatch.chdir(whole)
