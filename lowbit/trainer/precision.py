@@ -237,9 +237,10 @@ class RunPrecision:
             for name, policy in assign(phase, layers).items():
                 blocks.setdefault(name.split(".")[1], []).append(policy)
             kinds |= {tuple(policies) for policies in blocks.values()}
-        # With and without a gradient, with a mask and purely causal, whole batches and a last one that is shorter; and
-        # the same without quantisation.
-        limit = 8 * (len(kinds) + 1)
+        # With and without a gradient, with a mask and purely causal, whole batches and a last one that is shorter;
+        # before and after OutControl has its channels; and the same without quantisation.
+        times = 2 if self.config.precision.stabilisers.outcontrol.enabled else 1
+        limit = 8 * (times * len(kinds) + 1)
         torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
 
     # In time --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from lowbit.configs.compose import compose
 from lowbit.configs.schema import (
     CompileMode,
     ComputeDtype,
+    OutControlConfig,
     PolicyConfig,
     PrecisionConfig,
     PrecisionRule,
@@ -24,6 +25,7 @@ from lowbit.configs.schema import (
     ProductConfig,
     RunConfig,
     ScheduleConfig,
+    StabiliserConfig,
 )
 from lowbit.errors import ConfigError
 from lowbit.models.transformer import Transformer
@@ -336,6 +338,10 @@ def test_the_compiler_may_make_as_many_graphs_as_the_run_needs(small: RunConfig)
     RunPrecision(replace(config, precision=replace(config.precision, switch=switch)), Transformer(config.model, 60))
     needed = 3 * 2 * 2 * 2 + 2 * 2
     assert torch._dynamo.config.recompile_limit >= needed, "kinds, gradients, masks, batches; and the unquantised ones"
+    out = StabiliserConfig(outcontrol=OutControlConfig(enabled=True))
+    config = replace(config, precision=replace(config.precision, switch=switch, stabilisers=out))
+    RunPrecision(config, Transformer(config.model, 60))
+    assert torch._dynamo.config.recompile_limit >= 2 * needed - 2 * 2, "each once more, with channels in MXFP8"
 
 
 # Validation, checkpoints, generation --------------------------------------------------------------------------
