@@ -34,6 +34,9 @@ from lowbit.trainer.imported import beginning
 from lowbit.trainer.plan import Plan, planned_vocabulary
 from lowbit.trainer.plan import plan as plan_run
 
+ON_CPU = 1.5
+"""What a process on a CPU holds besides its libraries, as a multiple of what the plan counts: kernels are not fused
+there, and leave more behind."""
 FACTOR = 2
 """How far the time of a whole pipeline may be off."""
 
@@ -110,8 +113,9 @@ def describe(config: PipelineConfig) -> list[str]:
     )
     return [
         *columns(rows, right=range(1, 6)),
-        f"memory: of one device, the largest part for all; disk: checkpoints and the teacher's cache below "
-        f"runs/{config.run_name}, packed documents ({config.data.cache_dir}) apart",
+        f"memory: of one device, the largest part for all (a process on a CPU holds about {ON_CPU:g} times as much)",
+        f"disk: checkpoints and the teacher's cache below runs/{config.run_name}, packed documents "
+        f"({config.data.cache_dir}) apart",
         f"time: within a factor of {FACTOR} on a machine without other work, from a moment of each stage's steps; on a "
         f"GPU, and for models too large for that, a rougher {SHARE:.0%} of a large product's rate ({products}, "
         "measured just now); packing and compiling come on top",

@@ -4,6 +4,8 @@ Oracles: the files and the manifest that a finished pipeline left; PyTorch's own
 the processor's time, which other work on the machine changes little.
 """
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_runs import SETTINGS, place
+from pipeline_runs import SETTINGS, environment, place
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowbit.configs.compose import compose_for
@@ -28,7 +30,7 @@ from lowbit.models.lm_head import lm_head_loss
 from lowbit.models.transformer import Transformer
 from lowbit.pipeline import timing
 from lowbit.pipeline.manifest import read
-from lowbit.pipeline.plan import FACTOR, Part, describe, parts_of, with_models_given
+from lowbit.pipeline.plan import FACTOR, ON_CPU, Part, describe, parts_of, with_models_given
 from lowbit.pipeline.run import run as run_pipeline
 from lowbit.pipeline.stages import perform
 from lowbit.trainer.jsonl import read_rows
@@ -149,6 +151,48 @@ def test_what_is_not_known_has_no_time(tmp_path: Path, monkeypatch: pytest.Monke
     a_token = part.flops / part.tokens / (timing.SHARE * 1e3)
     assert seconds == pytest.approx(timing.AROUND + (1000 + 4096 / 3) * a_token)
     assert "n/a" in describe(config)[5]
+
+
+HOLDING = """
+import sys
+from pathlib import Path
+from lowbit.configs.compose import compose_for
+from lowbit.configs.overrides import PIPELINE
+from lowbit.trainer.run import Pretraining
+
+def status(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024
+
+run = Pretraining(compose_for(PIPELINE, sys.argv[1:]).pretrain, Path("run"))
+make, before = run._make_model, []
+
+def from_here():
+    Path("/proc/self/clear_refs").write_text("5")  # the most that was held is counted from here
+    before.append(status("VmRSS"))
+    return make()
+
+run._make_model = from_here
+trainer = run.build()
+for _ in range(3):
+    trainer.train_step()
+print(status("VmHWM") - before[0])
+run.close()
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("given", [[], ["teacher=30m", "pretrain.batch.micro_batch=8", "pretrain.batch.sequences=8"]])
+def test_memory_of_a_process(given: list[str], tmp_path: Path) -> None:
+    """What training the teacher adds to a process that has its libraries and its documents, on a CPU."""
+    settings = [*TIMED, *given]
+    command = [sys.executable, "-c", HOLDING, *settings]
+    done = subprocess.run(
+        command, cwd=place(tmp_path), env=environment(), capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    config: PipelineConfig = compose_for(PIPELINE, settings)
+    [part] = parts_of(Stage.pretrain, config.pretrain)
+    assert ON_CPU * part.memory / 1.4 < int(done.stdout.split()[-1]) < ON_CPU * part.memory * 1.4
 
 
 def test_memory_of_one_of_several_ranks() -> None:
