@@ -34,7 +34,7 @@ from lowbit.trainer.imported import beginning
 from lowbit.trainer.plan import Plan, planned_vocabulary
 from lowbit.trainer.plan import plan as plan_run
 
-ON_CPU = 1.5
+ON_CPU = 1.6
 """What a process on a CPU holds besides its libraries, as a multiple of what the plan counts: kernels are not fused
 there, and leave more behind."""
 FACTOR = 2
