@@ -12,7 +12,7 @@ from lowbit.cli.generate import Device
 from lowbit.cli.settings import TAKES_SETTINGS, Cfg, Multirun, Shown, settings
 
 if TYPE_CHECKING:
-    from lowbit.cli.job import Task
+    from lowbit.cli.task import Task
 
 
 class _Settings(TyperGroup):
@@ -106,7 +106,7 @@ def _do(work: _Work, overrides: list[str] | None, multirun: bool, cfg: Shown | N
 
 
 def _task(work: _Work) -> "Task":
-    from lowbit.cli.job import Task
+    from lowbit.cli.task import Task
     from lowbit.configs import validate_distill as checks
     from lowbit.configs.overrides import DISTILL
 

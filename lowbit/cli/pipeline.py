@@ -9,7 +9,7 @@ from lowbit.cli.complete import pipeline_candidates
 from lowbit.cli.settings import Cfg, Multirun, settings
 
 if TYPE_CHECKING:
-    from lowbit.cli.job import Task
+    from lowbit.cli.task import Task
 
 Overrides = Annotated[
     list[str] | None,
@@ -61,7 +61,7 @@ def stage(
 
 
 def _print_plan(given: list[str], multirun: bool, task: "Task") -> None:
-    from lowbit.cli.job import checked
+    from lowbit.cli.task import checked
     from lowbit.configs.overrides import expand_sweep
     from lowbit.pipeline.plan import describe
 
@@ -87,7 +87,7 @@ def _perform(stage: Any, run: Any, folder: Path) -> Any:
 
 def _task() -> "Task":
     from lowbit.cli import torchrun
-    from lowbit.cli.job import Task
+    from lowbit.cli.task import Task
     from lowbit.configs.overrides import PIPELINE
     from lowbit.configs.validate_pipeline import runs_of, validate_pipeline
     from lowbit.errors import ConfigError

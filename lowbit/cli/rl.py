@@ -7,7 +7,7 @@ from lowbit.cli.complete import rl_candidates
 from lowbit.cli.settings import Cfg, Multirun, settings
 
 if TYPE_CHECKING:
-    from lowbit.cli.job import Task
+    from lowbit.cli.task import Task
 
 Overrides = Annotated[
     list[str] | None,
@@ -33,7 +33,7 @@ def rl(
 
 
 def _task() -> "Task":
-    from lowbit.cli.job import Task
+    from lowbit.cli.task import Task
     from lowbit.configs.overrides import RL
     from lowbit.configs.validate_rl import validate_rl
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from processes import Ended, lowbit
 
-from lowbit.cli import job
+from lowbit.cli import sweep
+from lowbit.cli.task import Task
 from lowbit.errors import LowbitError
 
 STUB = Path(__file__).parent / "stub_stages.py"
@@ -60,7 +61,7 @@ def test_a_job_that_was_killed_is_named(
     """
     monkeypatch.chdir(tmp_path)
 
-    def launched(work: object, arguments: list[str], task: job.Task) -> None:
+    def launched(work: object, arguments: list[str], task: Task) -> None:
         folder = Path(arguments[-1].partition("=")[2].strip("'"))
         for number in (0, 2):
             (folder / str(number)).mkdir(parents=True)
@@ -78,11 +79,11 @@ def test_a_job_that_was_killed_is_named(
         if not reports:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, "_under_hydra", launched)
-    monkeypatch.setattr(job, "_print_report", shown)
+    monkeypatch.setattr(sweep, "under_hydra", launched)
+    monkeypatch.setattr(sweep, "_print_report", shown)
     said = r"1 of 3 jobs failed: job 1 \(seed=1\) without a word; RuntimeError: a worker died; see"
     with pytest.raises(LowbitError, match=said):
-        job.run_sweep(["seed=0,1,2", "preset=quick"])
+        sweep.run_sweep(["seed=0,1,2", "preset=quick"])
     assert before == ["lowbit: error: job 1 (seed=1) without a word\n"]
     [record] = [record for record in caplog.records if record.name == "lowbit"]
     assert record.exc_info and record.exc_info[1] is not None and "of many lines" in str(record.exc_info[1])
