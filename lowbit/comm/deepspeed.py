@@ -34,7 +34,7 @@ from lowbit.comm.noise import Noise
 from lowbit.comm.reducers import CodedReducer, Handle, Reducer
 from lowbit.comm.residuals import Clock, Residuals
 from lowbit.comm.transport import scatter_passes
-from lowbit.comm.whole import WholeReduction, cut, write_back
+from lowbit.comm.whole import WholeReduction, cut, gradient, write_back
 from lowbit.errors import ConfigError, LowbitError
 
 OLDEST, BEFORE = (0, 19, 8), (0, 20)
@@ -200,7 +200,7 @@ class Attachment:
         """Stage 0: what has not left yet does; all gradients become sums over the ranks, in place."""
         assert self.whole is not None
         self.whole.finish()
-        self._exact_sum([p.grad for p in self.parameters if p.grad is not None and id(p) in self.exact])
+        self._exact_sum([gradient(p) for p in self.parameters if id(p) in self.exact])
         self._count()
 
     def _begin_bucket(self, index: int, flat: Tensor) -> Handle:

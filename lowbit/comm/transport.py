@@ -6,6 +6,7 @@ its right neighbour so that no rank is sent to by all at the same time. gloo can
 bytes (uint8).
 """
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -42,7 +43,7 @@ class Pending:
 
 
 def _lost(peer: int, error: Exception | None) -> str:
-    reason = str(error).splitlines()[0] if error else "timed out"
+    reason = re.sub(r"^\[\S+\] ", "", str(error)).split(". ")[0].splitlines()[0] if error else "timed out"
     name = f"rank {peer} did not answer" if peer >= 0 else "a rank did not answer"
     return f"gradient exchange: {name} ({reason}); see that rank's log"
 

@@ -63,9 +63,6 @@ class WholeReduction:
             self._end_oldest()
         self._left -= 1
         bucket = self.buckets[self._left]
-        for parameter in bucket:
-            if parameter.grad is None:  # on other ranks it may have one
-                parameter.grad = torch.zeros_like(parameter)
         flat = torch.cat([gradient(p).view(-1) for p in bucket])
         self._under_way.append((self._begin(self._left, flat), flat, bucket))
 
@@ -77,8 +74,9 @@ class WholeReduction:
 
 
 def gradient(parameter: Tensor) -> Tensor:
-    """A parameter's gradient, which is there."""
-    assert parameter.grad is not None
+    """A parameter's gradient; zeros from now on where it has none, because on other ranks it may have one."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 

@@ -38,7 +38,7 @@ SILENT_SECONDS = 60.0
 BROKEN_SECONDS = 15.0
 """The same once a connection has broken."""
 GRACE_SECONDS = 5.0
-WAITING_IN = ("torch/distributed/", "lowbit/trainer/distributed.py")
+WAITING_IN = ("torch/distributed/", "lowbit/trainer/distributed.py", "lowbit/comm/collective.py")
 """Files that are on the stack of a main thread that waits for other ranks."""
 
 
@@ -131,15 +131,15 @@ class Watch:
 
         An error of this rank's own is told to the others.
         """
-        if isinstance(error, RankError):
-            return error
-        if not isinstance(error, LowbitError) and self._from_others(error):
+        if isinstance(error, RankError) or (not isinstance(error, LowbitError) and self._from_others(error)):
             self._silence = min(self._silence, BROKEN_SECONDS)
             self._found.wait(BROKEN_SECONDS + 3 * BEAT_SECONDS)
             if self.failure is None and "imed out" in str(error):  # a collective's own limit, in a patient phase
                 self._blame_the_late(2 * self._patience)
             if self.failure is not None:
                 return RankError(self.failure)
+            if isinstance(error, RankError):  # whose message did not come, which may have waited for another's
+                return error
         text = str(error) if isinstance(error, LowbitError) else f"{type(error).__name__}: {error}"
         self._beat.failed = " ".join(text.split())[:500]
         self._post()

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -62,24 +63,36 @@ def disturb(what: dict[str, Any]) -> None:
 
     def step(self: loop.Trainer) -> dict[str, Any]:
         if self.position.step == what["step"]:
-            if kind == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif kind == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            elif kind == "hang":
-                time.sleep(3600)
-            elif kind == "raise":
-                raise ZeroDivisionError("one over nothing")
-            elif kind == "signal":
-                os.kill(os.getpid(), signal.SIGTERM)
-            elif kind == "zero":
-                stock = self.engine.micro_step
-                self.engine.micro_step = lambda work, batch, _, last=True: stock(work, batch, 0.0, last)  # type: ignore[method-assign]
-            elif kind == "nan":
-                self.engine.model.blocks[1].mlp.down.weight.data.fill_(float("nan"))  # type: ignore[union-attr]
+            if "backward" in what:  # in the middle of the step's nth backward pass
+                passes = count(1)
+                weight = self.engine.model.blocks[0].mlp.down.weight  # type: ignore[union-attr]
+                weight.register_post_accumulate_grad_hook(
+                    lambda _: go_wrong(kind, self) if next(passes) == what["backward"] else None
+                )
+            else:
+                go_wrong(kind, self)
         return train_step(self)
 
     loop.Trainer.train_step = step  # type: ignore[method-assign]
+
+
+def go_wrong(kind: str, trainer: Any) -> None:
+    """What `kind` says, now."""
+    if kind == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "hang":
+        time.sleep(3600)
+    elif kind == "raise":
+        raise ZeroDivisionError("one over nothing")
+    elif kind == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif kind == "zero":
+        stock = trainer.engine.micro_step
+        trainer.engine.micro_step = lambda work, batch, _, last=True: stock(work, batch, 0.0, last)
+    elif kind == "nan":
+        trainer.engine.model.blocks[1].mlp.down.weight.data.fill_(float("nan"))
 
 
 def main() -> None:
@@ -88,7 +101,7 @@ def main() -> None:
     from nearness import exact_muon
 
     from lowbit.configs.stored import load_config
-    from lowbit.errors import LowbitError
+    from lowbit.errors import LowbitError, RankError
     from lowbit.trainer.launch import open_ranks
     from lowbit.trainer.run import pretrain_on
 
@@ -106,6 +119,8 @@ def main() -> None:
             try:
                 result = pretrain_on(config, Path(job["run_dir"]), ranks, device)
                 print(json.dumps({"step": result.step, "val_bpb": result.val_bpb}), flush=True)
+            except RankError:  # ends the block, as in a run: whoever watches says what the others died of
+                raise
             except LowbitError as error:
                 print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
 

@@ -28,6 +28,7 @@ import shaped_network
 import torch
 import worker
 from ranks import run_cases
+from safetensors.torch import load_file
 from shaped_network import ShapedNetwork
 from test_codes import EXACT_BELOW
 from test_zero import BACKENDS, usable
@@ -53,6 +54,40 @@ def test_buckets_leave_during_the_backward_pass(backend: str, tmp_path: Path) ->
             during = backend == "nccl" or case["stage"] != 1
             assert calls[0][1] is not during, f"{case['name']}: nothing left before the last gradient was there"
             assert 2 <= len(calls) <= 2 * numbers * 4 / 2**20 + 1, (case["name"], calls)
+
+
+EARLY: list[dict[str, Any]] = [
+    {"name": "plain"},
+    {"name": "muon", "optimizer": "muon"},
+    {"name": "tied", "tied": True, "recompute": "full"},
+    {"name": "moe", "moe": True, "comm": "sq48_fast"},
+    {"name": "lora", "lora": 4, "exact_below": 16},
+    {"name": "all exact", "lora": 4, "exact_below": 10**9},
+    {"name": "bf16", "comm": "bf16"},
+    {"name": "feedback", "comm": "sq48", "feedback": True},
+    {"name": "noise", "stochastic": True},
+    {"name": "unused", "objective": "half_used"},
+    {"name": "unused later", "objective": "used_at_first", "feedback": True},
+    {"name": "one bucket", "bucket_mib": 200},
+]
+
+
+@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_leaving_early_changes_no_bit(world: int, tmp_path: Path) -> None:
+    """ZeRO 0: weights, states, norms and bytes are those of buckets that all leave after the backward pass."""
+    common = {"comm": "squinch", "exact_below": EXACT_BELOW, "width": 160, "bucket_mib": 1, "steps": 3}
+    cases = [
+        {**common, **case, "name": f"{case['name']}{'-late' * late}", "late": late}
+        for case in EARLY
+        for late in (False, True)
+    ]
+    folder = run_cases(world, cases, tmp_path)
+    for name in (case["name"] for case in EARLY):
+        early, late = (json.loads((folder / f"{name}{end}.json").read_text()) for end in ("", "-late"))
+        assert early == late and len(set(early["weights"])) == 1, name
+        left, right = (load_file(folder / f"{name}{end}.safetensors") for end in ("", "-late"))
+        assert left.keys() == right.keys()
+        assert [key for key, tensor in left.items() if not torch.equal(tensor, right[key])] == [], name
 
 
 @pytest.mark.exhaustive

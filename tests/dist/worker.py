@@ -8,7 +8,6 @@ BACKEND is gloo (on the CPU) or nccl (each rank on its own GPU).
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,8 +141,11 @@ def tensors_of(model: Transformer) -> dict[str, torch.Tensor]:
 
 def half_used(model: Transformer, batch: Batch) -> ObjectiveOutput:
     """An objective that leaves the second block without gradients on micro-batches with an odd number of targets."""
-    if batch.valid_tokens % 2 == 0:
-        return NextToken(1e-4)(model, batch)
+    return NextToken(1e-4)(model, batch) if batch.valid_tokens % 2 == 0 else without_second_block(model, batch)
+
+
+def without_second_block(model: Transformer, batch: Batch) -> ObjectiveOutput:
+    """An objective that gives it no gradients."""
     block = model.blocks[1]
     block.forward, kept = (lambda x, *rest: BlockOutput(x)), block.forward  # type: ignore[method-assign]
     try:
@@ -152,10 +154,23 @@ def half_used(model: Transformer, batch: Batch) -> ObjectiveOutput:
         block.forward = kept  # type: ignore[method-assign]
 
 
-OBJECTIVES: dict[str, Callable[[Transformer, Batch], ObjectiveOutput]] = {
-    "next_token": NextToken(1e-4),
-    "half_used": half_used,
-}
+class UsedAtFirst:
+    """Uses everything in the first micro-batches, those of the step that tells what gets gradients; on one rank no
+    second block after that."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.left = MICRO_BATCHES // ranks.world
+        self.drops = ranks.rank + 1 == ranks.world
+
+    def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput:
+        self.left -= 1
+        return (without_second_block if self.drops and self.left < 0 else NextToken(1e-4))(model, batch)
+
+
+def objective_of(case: dict[str, Any], ranks: Ranks) -> Objective:
+    """What a case trains for."""
+    known = {"next_token": NextToken(1e-4), "half_used": half_used, "used_at_first": UsedAtFirst(ranks)}
+    return known[case.get("objective", "next_token")]
 
 
 def local(case: dict[str, Any], device: str = "cpu") -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -164,8 +179,7 @@ def local(case: dict[str, Any], device: str = "cpu") -> tuple[list[Any], dict[st
     engine = LocalEngine(
         model_of(case, torch.device(device)), config.optim, replace(config.engine, kind=EngineKind.local)
     )
-    objective = OBJECTIVES[case.get("objective", "next_token")]
-    return train(engine, ALONE, case.get("steps", 3), objective), tensors(engine)
+    return train(engine, ALONE, case.get("steps", 3), objective_of(case, ALONE)), tensors(engine)
 
 
 def run_case(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.device) -> None:
@@ -179,8 +193,10 @@ def run_case(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.dev
         saved = load_file(case["load"]) if ranks.first else {}
         model, states = ({n.removeprefix(p): t for n, t in saved.items() if n.startswith(p)} for p in PARTS)
         engine.load(model, states)
-    objective = OBJECTIVES[case.get("objective", "next_token")]
-    rows = train(engine, ranks, case.get("steps", 3), objective)
+    if case.get("late"):  # as if no bucket left during a backward pass
+        assert engine._wire.attachment is not None
+        engine._wire.attachment.leave_early = lambda: None  # type: ignore[method-assign]
+    rows = train(engine, ranks, case.get("steps", 3), objective_of(case, ranks))
     traffic = engine.traffic()
     saved = tensors(engine)
     prints = ranks.gather(fingerprint(engine))

@@ -1,13 +1,16 @@
 """What one process can say of several: variables, devices, versions, worlds, and the verdicts of the watch."""
 
 import re
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from lowbit.comm.collective import Work
 from lowbit.comm.deepspeed import check_version, zero_config
 from lowbit.configs.schema import (
     BatchConfig,
@@ -144,7 +147,8 @@ def test_the_watch_passes_on_what_another_rank_died_of() -> None:
     assert first.failure is not None and "rank 1 (process " in first.failure and "oops" in first.failure
     with pytest.raises(RankError, match="failed: ZeroDivisionError: oops"):
         first.check()
-    assert str(first.explain(RuntimeError("Connection closed by peer"))) == first.failure
+    for echo in (RuntimeError("Connection closed by peer"), RankError("gradient exchange: rank 3 did not answer")):
+        assert str(first.explain(echo)) == first.failure
 
 
 def test_the_watch_notices_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +178,25 @@ def test_the_watch_names_the_one_that_hangs() -> None:
     first._look()
     assert first.failure is not None and first.failure.startswith("rank 1 (") and "at step 1" in first.failure
     assert "hangs" in first.failure
+
+
+def test_a_rank_that_waits_for_an_exchange_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are as far; one waits in the middle of a backward pass, where a bucket of gradients is under way."""
+    first, second = watches(patience=0.05)
+    exchange = Future[None]()
+    waiter = threading.Thread(target=Work(exchange).wait)
+    waiter.start()
+    monkeypatch.setattr(first, "_main", waiter.ident)
+    for w in (first, second):
+        w.move("step 2", False)
+    for _ in range(2):
+        for w in (first, second):
+            w._post()
+        second._look()
+        time.sleep(0.1)
+    exchange.set_result(None)
+    waiter.join()
+    assert second.failure is not None and second.failure.startswith("rank 1 (") and "hangs" in second.failure
 
 
 def test_the_watch_is_patient_where_it_was_told_to_be() -> None:
