@@ -3,7 +3,7 @@
 With P parameters on N ranks, bytes a parameter of a rank's memory (FP32 throughout):
 
     stage    weights                      gradients                                   AdamW
-    0        4                            4                                           8
+    0        4                            4, and copies of buckets                    8
     1        4 whole, 4/N masters         4                                           8/N
     2        4 whole, 4/N masters         4/N, and 4 while micro-batches add up       8/N
     3        4/N twice; embedding,        4/N, and 4 while micro-batches add up       8/N
@@ -12,13 +12,18 @@ With P parameters on N ranks, bytes a parameter of a rank's memory (FP32 through
 "While micro-batches add up": a step of several micro-batches keeps their sum on the rank, in FP32, and reduces it once,
 during the last backward pass; a step of one reduces each gradient as it comes and keeps no more than a bucket or two.
 
+At stage 0 a bucket travels as a copy of its gradients: one at a time, but two where they are coded, which leave during
+the backward pass. The largest table, which is not cut, may be more than a bucket of `engine.bucket_mib`.
+
 Error feedback keeps 4 bytes more, of what a rank's own rounding lost, and at stage 0 4/N of what that of sums lost.
-With it, or stochastic rounding, gradients travel after the backward pass, so that all of them are kept until then.
+With it, or stochastic rounding, gradients travel after the backward pass at stages 1 to 3, so that all of them are kept
+until then.
 """
 
 from dataclasses import replace
 
 from lowbit.comm.cost import Traffic, traffic, weights_in_bf16
+from lowbit.comm.whole import AHEAD
 from lowbit.configs.schema import SIX_BITS, CommKind, EngineKind, RunConfig
 from lowbit.models.cost import ParameterCount, TrainingMemory
 
@@ -39,9 +44,12 @@ def zero_memory(config: RunConfig, parts: ParameterCount, memory: TrainingMemory
         return memory
     whole, share = 4 * parts.total, 4 * -(-parts.total // ranks)
     left = whole if config.comm.error_feedback and ranks > 1 else 0
+    bucket = config.engine.bucket_mib * MIB
     if stage == 0:
-        return replace(memory, gradients=memory.gradients + left + (share if left else 0))
-    bucket = 2 * min(whole, config.engine.bucket_mib * MIB)
+        copies = 0 if ranks == 1 else 1 if config.comm.kind is CommKind.none else AHEAD
+        copied = min(whole, copies * max(bucket, 4 * parts.embedding))
+        return replace(memory, gradients=memory.gradients + copied + left + (share if left else 0))
+    bucket = 2 * min(whole, bucket)
     remembers = config.comm.error_feedback or config.comm.stochastic_rounding
     held = whole if stage == 1 or remembers or micro_batches(config, ranks) > 1 else 0
     weights = whole + share

@@ -106,6 +106,8 @@ def test_memory_and_wire_under_zero() -> None:
     total = of(0)[0].parameters.total
     near = pytest.approx
     assert of(0)[0].memory.optimizer == 8 * total
+    table = 4 * 32_768 * config.model.width  # more than a bucket
+    assert of(0)[0].memory.gradients == near(4 * total + 2 * table) and 2 * table > bucket
     assert of(1)[0].memory.optimizer == near(2 * total) and of(1)[0].memory.parameters == near(5 * total)
     assert of(2)[0].memory.gradients == near(total + bucket)
     assert of(2, 4)[0].memory.gradients == near(5 * total + bucket)  # two micro-batches add up
