@@ -19,8 +19,9 @@ Time. A link's share of its rate, plus a latency for every piece and hop; coding
 piece's, so a reduction takes max(wire, coding) + (wire + coding) / pieces.
 
 A training step of C FLOPs on hardware of F FLOP/s takes max(backward pass, communication) + forward pass, since
-gradients travel during the backward pass (2/3 of C). Communication hides when it is shorter; with C = 6 P T for T
-tokens a rank, P cancels: a BF16 all-reduce hides from `hidden_from_tokens` tokens a rank and step on.
+gradients travel during the backward pass (2/3 of C); FP32 at stage 0, DeepSpeed's own, after it. Communication hides
+when it is shorter; with C = 6 P T for T tokens a rank, P cancels: a BF16 all-reduce hides from `hidden_from_tokens`
+tokens a rank and step on.
 """
 
 import math
@@ -196,7 +197,8 @@ def compare(
 ) -> list[Comparison]:
     """Every coding's bytes and predicted seconds, in the order given.
 
-    FP32 is DeepSpeed's own reduction, which all-reduces buckets at stages 1 and 2.
+    FP32 is DeepSpeed's own reduction, which all-reduces buckets at stages 1 and 2, and at stage 0 after the backward
+    pass.
     """
     rows = []
     for coding in codings:
@@ -205,7 +207,8 @@ def compare(
         reduce = reduction_seconds(parameters, ranks, coding, link, scatter=scatter)
         gathers = {0: 0, 1: 1, 2: 1, 3: 2}[stage]
         gather = gathers * gather_seconds(parameters, ranks, weight_bytes, link)
-        step = step_seconds(flops, flops_per_second, reduce, gather)
+        during, after = (0.0, reduce + gather) if buckets and stage == 0 else (reduce, gather)
+        step = step_seconds(flops, flops_per_second, during, after)
         sent = traffic(stage, coding.bits, ranks, weight_bytes=weight_bytes, all_reduce_buckets=buckets)
         rows.append(Comparison(coding, sent, reduce + gather, step))
     return rows

@@ -103,6 +103,13 @@ def test_compute_bound_steps_tie_and_take_the_plain_way() -> None:
     assert all(math.isfinite(row.step_seconds) for row in rows)
 
 
+def test_fp32_at_stage_0_waits_for_the_backward_pass() -> None:
+    """A second of computing, and a link on which each code takes a fraction of one."""
+    fp32, bf16, *_ = compare(10**7, 0, 4, Link(10e9), flops=1e12, flops_per_second=1e12)
+    assert 0.01 < bf16.seconds < fp32.seconds < 0.2
+    assert fp32.step_seconds == pytest.approx(1 + fp32.seconds) and bf16.step_seconds == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
     ("text", "rate"), [("25gbit", 25e9), ("100Mbit/s", 1e8), ("1.6tbit", 1.6e12), (" 400 Gbit ", 4e11), ("9bit", 9.0)]
 )
