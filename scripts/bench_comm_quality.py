@@ -28,8 +28,8 @@ from measure import Row, print_table, write
 from torch import Tensor
 
 from lowbit.comm.codecs import make_codec
+from lowbit.comm.flat import buckets
 from lowbit.comm.simulate import simulate
-from lowbit.comm.whole import buckets
 from lowbit.configs.compose import compose
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.validate import validate

@@ -30,11 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.comm.flat import cut, end_to_end, write_back
 from lowbit.comm.noise import Noise
 from lowbit.comm.reducers import CodedReducer, Handle, Reducer
 from lowbit.comm.residuals import Clock, Residuals
 from lowbit.comm.transport import scatter_passes
-from lowbit.comm.whole import WholeReduction, cut, gradient, write_back
+from lowbit.comm.whole import WholeReduction, gradient
 from lowbit.errors import ConfigError, LowbitError
 
 OLDEST, BEFORE = (0, 19, 8), (0, 20)
@@ -262,7 +263,7 @@ class Attachment:
 
     def _reduce_chunks(self, chunks: list[list[Tensor]], lost: list[list[Tensor]], like: Tensor) -> Tensor:
         """Sum each rank's pieces over the ranks; this one's are written back, and returned end to end."""
-        flat = [_end_to_end(pieces, like) for pieces in chunks]
+        flat = [end_to_end(pieces, like) for pieces in chunks]
         if not any(chunk.numel() for chunk in flat):
             return flat[self.rank]
         mine = self._reduce_flat(flat, lost, like)
@@ -271,7 +272,7 @@ class Attachment:
 
     def _reduce_flat(self, flat: list[Tensor], lost: list[list[Tensor]], like: Tensor) -> Tensor:
         """One flat chunk a rank -> the sum of this rank's; `lost`: the residuals of each chunk's pieces."""
-        kept = [_end_to_end(pieces, like) for pieces in lost] if self.residuals is not None else None
+        kept = [end_to_end(pieces, like) for pieces in lost] if self.residuals is not None else None
         mine = self.reducer.reduce_scatter(flat, kept, self._noise())
         self._count()
         for whole, pieces in zip(kept or [], lost, strict=False):
@@ -318,8 +319,8 @@ class Attachment:
         """For each rank the residuals of its parts of the parameters."""
         if self.residuals is None:
             return []
-        cut = [list(_parts_of_ranks(self.residuals.sent(self.names[id(p)]), self.world)) for p in params]
-        return [[parts[rank] for parts in cut] for rank in range(self.world)]
+        pieces = [list(_parts_of_ranks(self.residuals.sent(self.names[id(p)]), self.world)) for p in params]
+        return [[parts[rank] for parts in pieces] for rank in range(self.world)]
 
     def _stock_scatter(self, params: list[Any]) -> list[Tensor]:
         from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
@@ -347,10 +348,6 @@ def _arguments(function: Callable[..., Any]) -> list[str]:
     """Names of a function's arguments; DeepSpeed's decorator for profiles hides them in a closure."""
     inner = [cell.cell_contents for cell in function.__closure__ or () if inspect.isfunction(cell.cell_contents)]
     return list(inspect.signature(inner[0] if len(inner) == 1 else function).parameters)
-
-
-def _end_to_end(pieces: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(pieces) if pieces else like.new_empty(0)
 
 
 def _parts_of_ranks(flat: Tensor, world: int) -> Iterator[Tensor]:

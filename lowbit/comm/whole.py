@@ -7,11 +7,12 @@ At most `AHEAD` are under way: the pass waits for links that cannot keep up, rat
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from lowbit.comm.flat import buckets, write_back
 from lowbit.comm.reducers import Handle
 
 AHEAD = 2
@@ -78,29 +79,3 @@ def gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def buckets(tensors: Sequence[Tensor], numbers: int) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of about `numbers` numbers together."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > numbers:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
-
-
-def write_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy a flat tensor's numbers into the tensors that it was put together from."""
-    for tensor, numbers in zip(tensors, cut(flat, [t.numel() for t in tensors]), strict=True):
-        tensor.copy_(numbers.view(tensor.shape))
-
-
-def cut(flat: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
-    """A flat tensor in consecutive pieces, views of it."""
-    begin = 0
-    for length in lengths:
-        yield flat.narrow(0, begin, length)
-        begin += length

@@ -62,7 +62,8 @@ class EngineConfig:
     """deepspeed: what ranks share instead of each keeping all of it: 0 nothing, 1 optimizer states and master weights,
     2 gradients too, 3 weights too (gathered layer by layer in each pass)."""
     bucket_mib: int = 200
-    """deepspeed: gradients are reduced in buckets of about so many MiB (of FP32), while the backward pass goes on."""
+    """deepspeed: gradients are reduced in buckets of about so many MiB (of FP32), while the backward pass goes on. All
+    in one bucket cannot leave before its end: on a slow link take less for a model that is not many times as large."""
     expert_parallel: bool = False
     """deepspeed, ZeRO 1 and 2: every rank keeps its share of each layer's experts, and tokens travel to them."""
     rank_timeout_seconds: float = 600.0

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lowbit.comm.deepspeed import Attachment, _parts_of_ranks
-from lowbit.comm.whole import WholeReduction, buckets
+from lowbit.comm.flat import buckets
+from lowbit.comm.whole import WholeReduction
 from lowbit.errors import LowbitError
 
 
