@@ -150,6 +150,9 @@ class DeepSpeedEngine:
     def _keep_whole(self, *parameters: nn.Parameter) -> None:
         """Stage 3: gather these after every step and keep them; the head is used outside of any module's forward."""
         for parameter in dict.fromkeys(parameters):
+            # Persistent ones, too, are let go after a module that an evaluation runs out of training's order: a tied
+            # head would be gone behind the embedding
+            parameter.is_external_param = True  # type: ignore[attr-defined]
             if not parameter.ds_persist:  # type: ignore[attr-defined]
                 parameter.ds_persist = True  # type: ignore[attr-defined]
                 self._zero.persistent_parameters.append(parameter)

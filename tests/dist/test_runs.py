@@ -143,17 +143,23 @@ def test_what_codes_remember_is_in_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_whole_runs_equal_one_process(tmp_path: Path, backend: str) -> None:
-    """Metrics, validation (shared out between the ranks) and moving averages too, at stages 1 and 3."""
+    """Metrics, validation (shared out between the ranks) and moving averages too, at stages 1 and 3; with a tied head
+    at 3, which an evaluation must find whole.
+    """
     world = 3 if backend == "gloo" else 2
     if backend == "nccl" and torch.cuda.device_count() < world:
         pytest.skip("needs 2 GPUs")
     config = jobs.tiny(tmp_path)
+    tied = replace(config.model, tied_head=True)
     pretrain(jobs.local(config, backend), tmp_path / "one")
+    pretrain(jobs.local(replace(config, model=tied), backend), tmp_path / "tied")
     planned = [(jobs.tiny(tmp_path, zero_stage=stage), tmp_path / f"stage{stage}", {}) for stage in (1, 3)]
+    planned += [(replace(jobs.tiny(tmp_path, zero_stage=3), model=tied), tmp_path / "tied3", {})]
     all_ended = run_jobs(world, planned, tmp_path / "all", backend)
     fine(all_ended)
     for stage in (1, 3):
         same(tmp_path / "one", tmp_path / f"stage{stage}", backend)
+    same(tmp_path / "tied", tmp_path / "tied3", backend)
     assert all(outcomes(e) == outcomes(all_ended[0]) for e in all_ended)
     written = {p.name for p in (tmp_path / "stage1").iterdir()}
     files = {"checkpoints", "config.yaml", "metrics.jsonl", "precision.json", "run.log", "samples.jsonl", "tokenizer"}
