@@ -21,7 +21,7 @@ from lowbit.comm.grid import (
     squinch_thresholds,
     squinch_units,
 )
-from lowbit.comm.kernels.squinch import decode_kernel, encode_kernel, sum_kernel
+from lowbit.comm.kernels.squinch import ENTRIES, decode_kernel, encode_kernel, sum_kernel
 from lowbit.comm.noise import Noise
 
 WARPS = 16
@@ -38,10 +38,22 @@ def _constants(grid: Grid) -> dict[str, object]:
         "STEPS": grid.steps,
         "INVERSE": inverse,
         "OFFSET": math.log2(grid.levels) - math.log2(grid.steps) * inverse,
-        "GROW": SHRINK**-inverse,
-        "POSITION": grid.steps / grid.levels**grid.power,
-        "SHRINK": SHRINK,
     }
+
+
+def search_table(grid: Grid) -> list[int]:
+    """Entry i, for a value of i whole steps: its level, in bits 4 to 7 the one under the smaller scale, and from bit 11
+    on what that one would change in the squared error. A block's entries add up to less than zero exactly where its
+    changes do, since eight low parts stay below 2**11.
+    """
+    codes, shrunk = grid.codes(), grid.codes(SHRINK)
+    at, at_shrunk = grid.level_steps(), grid.level_steps(SHRINK)
+    table: list[int] = [
+        ((i - at_shrunk[s]) ** 2 - (i - at[q]) ** 2) << 11 | s << 4 | q
+        for i, (q, s) in enumerate(zip(codes, shrunk, strict=True))
+    ]
+    missing: int = ENTRIES.value - len(table)
+    return table + table[-1:] * missing
 
 
 class TritonCoder:
@@ -51,16 +63,18 @@ class TritonCoder:
         self.grid, self.search, self.warps = grid, search and grid is not SQUINCH, warps
         self.constants = _constants(grid)
         self.header = messages.header_words(grid, 0)[0]
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """FP32 and int32 numbers that the kernels look up."""
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """FP32 and int32 numbers that the kernels look up, and the table of the search, if there is one."""
         if device not in self._tables:
             values = [*self.grid.level_values(), *[0.0] * 32][:32]
             values += [*squinch_thresholds(), math.inf, math.inf, *squinch_units(), *squinch_reciprocals()]
             values += [self.grid.position(q) for q in range(self.grid.levels + 1)]
             floats = torch.tensor(values, dtype=torch.float32, device=device)
-            self._tables[device] = floats, torch.tensor(EIGHTHS + HALF_EIGHTHS, dtype=torch.int32, device=device)
+            integers = torch.tensor(EIGHTHS + HALF_EIGHTHS, dtype=torch.int32, device=device)
+            searched = torch.tensor(search_table(self.grid) if self.search else [0], dtype=torch.int32, device=device)
+            self._tables[device] = floats, integers, searched
         return self._tables[device]
 
     def encode(self, x: Tensor, rows: int, per_row: int, out: Tensor, noise: Sequence[Noise] | None = None) -> None:
@@ -82,7 +96,7 @@ class TritonCoder:
         if rows:
             decode_kernel[(triton.cdiv(per_row, TILE), rows)](
                 messages_, out, out.numel(), per_row, at.nbytes, at.blocks, at.scales, at.first, at.second,
-                *self.tables(out.device), **self._reading(), num_warps=self.warps, enable_fp_fusion=False,
+                *self.tables(out.device)[:2], **self._reading(), num_warps=self.warps, enable_fp_fusion=False,
             )  # fmt: skip
 
     def _reading(self) -> dict[str, object]:
