@@ -11,7 +11,7 @@ from lowbit.errors import ConfigError
 
 
 class Range(NamedTuple):
-    """Numbers from `low` to `high`; round brackets exclude the end, as in the error's text."""
+    """Numbers from `low` to `high`, none of them infinite; `open_low` and `open_high` exclude the end."""
 
     low: float
     high: float = float("inf")
@@ -20,7 +20,8 @@ class Range(NamedTuple):
 
     def holds(self, value: float) -> bool:
         above = value > self.low if self.open_low else value >= self.low
-        return above and (value < self.high if self.open_high else value <= self.high)
+        below = value < self.high if self.open_high or self.high == float("inf") else value <= self.high
+        return above and below
 
     def words(self) -> str:
         low = f"{'greater than' if self.open_low else 'at least'} {self.low:g}"

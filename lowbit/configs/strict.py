@@ -8,6 +8,7 @@ an integer where a number is wanted, an integer where text is wanted (Hydra read
 
 import dataclasses
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -184,8 +185,8 @@ def _build_scalar(hint: type, value: Any, key: str, full: Any) -> Any:
     if hint is int and is_integer:
         return value
     if hint is float and (is_integer or isinstance(value, float)):
-        if not math.isfinite(value):
-            raise ConfigError(f"{key}={value}: expected a finite number")
+        if not abs(value) <= sys.float_info.max:
+            raise ConfigError(f"{key}={show(value)}: expected a finite number")
         return float(value)
     if hint is str and isinstance(value, str):
         return str(value)

@@ -5,43 +5,52 @@ The one place that says so: `validate` asks before a run, `models.Transformer` b
 
 from typing import Any
 
-from lowbit.configs.checks import COUNT, NATURAL, POSITIVE, Range, check_ranges, nearest_divisor, refuse
+from lowbit.configs.checks import NATURAL, POSITIVE, Range, check_ranges, nearest_divisor, refuse
 from lowbit.configs.schema import ModelConfig, RopeScaling, RunConfig
 
+WIDTH = Range(1, 2**22)
+"""Of all experts together, matrices of such widths still have fewer bytes than 63 bits count."""
+MANY = Range(1, 2**16)
+LONG = Range(1, 2**31 - 1)
+"""What positions, and numbers of tokens, are kept in."""
+SCALE = Range(1e-6, 1e6)
+"""What FP32 multiplies and divides by without leaving its range."""
+WEIGHT = Range(0, 1e6)
 MODEL_RANGES: dict[str, Range] = {
-    "model.layers": COUNT,
-    "model.width": COUNT,
-    "model.heads": COUNT,
-    "model.kv_heads": COUNT,
-    "model.head_dim": COUNT,
-    "model.mlp_width": COUNT,
-    "model.logit_softcap": POSITIVE,
-    "model.attention_softcap": POSITIVE,
-    "model.norm_eps": POSITIVE,
-    "model.max_sequence": COUNT,
-    "model.init_std": POSITIVE,
-    "model.mup_base_width": COUNT,
-    "model.vocab_multiple": COUNT,
-    "model.vocab_rows": COUNT,
-    "model.attention_z": NATURAL,
-    "model.moe.experts": NATURAL,
-    "model.moe.top_k": COUNT,
-    "model.moe.expert_width": COUNT,
-    "model.moe.shared": NATURAL,
+    "model.layers": Range(1, 10_000),
+    "model.width": WIDTH,
+    "model.heads": MANY,
+    "model.kv_heads": MANY,
+    "model.head_dim": MANY,
+    "model.mlp_width": WIDTH,
+    "model.logit_softcap": SCALE,
+    "model.attention_softcap": SCALE,
+    "model.norm_eps": Range(1e-30, 1),  # well inside FP32, in which zero over zero would be NaN
+    "model.max_sequence": LONG,
+    "model.init_std": SCALE,
+    "model.mup_base_width": WIDTH,
+    "model.vocab_multiple": LONG,
+    "model.vocab_rows": LONG,
+    "model.attention_z": WEIGHT,
+    "model.moe.experts": Range(0, 2**16),
+    "model.moe.top_k": MANY,
+    "model.moe.expert_width": WIDTH,
+    "model.moe.shared": Range(0, 2**16),
     "model.moe.first_dense": NATURAL,
-    "model.moe.gate_scale": POSITIVE,
-    "model.moe.balance_loss": NATURAL,
-    "model.moe.z_loss": NATURAL,
-    "model.moe.bias_rate": NATURAL,
+    "model.moe.gate_scale": SCALE,
+    "model.moe.balance_loss": WEIGHT,
+    "model.moe.z_loss": WEIGHT,
+    "model.moe.bias_rate": WEIGHT,
     "model.moe.capacity": POSITIVE,
-    "model.rope.theta": Range(1, open_low=True),
-    "model.rope.factor": Range(1),
-    "model.rope.original_sequence": COUNT,
-    "model.rope.low_freq_factor": POSITIVE,
-    "model.rope.high_freq_factor": POSITIVE,
-    "model.rope.beta_fast": POSITIVE,
-    "model.rope.beta_slow": POSITIVE,
+    "model.rope.theta": Range(1, 1e15, open_low=True),
+    "model.rope.factor": Range(1, 1e6),
+    "model.rope.original_sequence": LONG,
+    "model.rope.low_freq_factor": SCALE,
+    "model.rope.high_freq_factor": SCALE,
+    "model.rope.beta_fast": SCALE,
+    "model.rope.beta_slow": SCALE,
 }
+"""Beyond these ends a model would be numbers that are not, or more memory than there is anywhere."""
 
 MODEL_EXAMPLES: dict[str, Any] = {
     "model.head_dim": 64,
@@ -88,8 +97,8 @@ def _heads(config: RunConfig) -> None:
 
 def _layers(config: RunConfig) -> None:
     m = config.model
-    if any(window < 0 for window in m.windows):
-        why = "a window is positive, or 0 for a global layer"
+    if not all(0 <= window <= LONG.high for window in m.windows):
+        why = f"a window is a number up to {LONG.high:.0f}, or 0 for a global layer"
         raise refuse(config, "model.windows", why=why, works="model.windows=[] would work")
     shared = m.kv_from
     good = len(shared) == m.layers and all(0 <= s <= i and shared[s] == s for i, s in enumerate(shared))

@@ -219,6 +219,7 @@ MISTAKES = [  # overrides, what the one line must contain
     ("optim.lr='1e-3'", ["optim.lr='1e-3'", "a number", "without quotes"]),
     ("optim.lr=nan", ["optim.lr=nan", "finite"]),
     ("optim.lr=inf", ["optim.lr=inf", "finite"]),
+    (f"optim.lr=1{400 * '0'}", ["optim.lr=1000", "finite"]),
     ("seed=null", ["seed=null", "an integer"]),
     ("deterministic=1", ["deterministic=1", "true or false"]),
     ("run_name=true", ["run_name=true", "text", "quote it"]),

@@ -168,7 +168,7 @@ def test_the_probe_knows_windows_and_shared_keys() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"windows": [4, -1]}, r"model\.windows=\[4, -1\]: a window is positive"),
+        ({"windows": [4, -1]}, r"model\.windows=\[4, -1\]: a window is a number up to"),
         ({"kv_from": [0, 0]}, r"model\.kv_from=\[0, 0\] model\.layers=4: each of 4 layers"),
         ({"kv_from": [0, 2, 2, 2]}, r"kv_from=\[0, 2, 2, 2\].*earlier layer"),
         ({"kv_from": [0, 0, 1, 3]}, r"kv_from=\[0, 0, 1, 3\].*earlier layer"),

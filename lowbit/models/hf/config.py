@@ -7,11 +7,12 @@ the older one, which both versions read.
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lowbit.configs.schema import (
     GateKind,
@@ -23,7 +24,8 @@ from lowbit.configs.schema import (
     RopeConfig,
     RopeScaling,
 )
-from lowbit.errors import CheckpointError
+from lowbit.configs.validate_model import check_architecture
+from lowbit.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
 
@@ -94,13 +96,17 @@ def read_config(folder: Path) -> HfConfig:
     return _Reader(path, raw).read()
 
 
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < sys.float_info.max
+
+
 class _Reader:
     """Reads one `config.json`, naming the key of whatever is wrong."""
 
     def __init__(self, path: Path, raw: Mapping[str, Any]) -> None:
         self.path, self.raw = path, raw
         kind = raw.get("model_type")
-        if kind not in set(Family):
+        if not isinstance(kind, str) or kind not in set(Family):
             known = ", ".join(Family)
             raise self.wrong("model_type", f"is not an architecture that lowbit has ({known})")
         self.family = Family(kind)
@@ -108,12 +114,31 @@ class _Reader:
     def wrong(self, key: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {key}={json.dumps(self.raw.get(key))} {why}")
 
-    def number(self, key: str, default: float | None = None) -> Any:
+    def number(self, key: str, default: float | None = None) -> float:
         value = self.raw.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not _is_number(value):
             raise self.wrong(key, "must be a number")
+        return float(value)
+
+    def whole(self, key: str, default: Any = None) -> int:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if not _is_number(value) or not isinstance(value, int):
+            raise self.wrong(key, "must be a whole number")
         return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, "must be true or false")
+        return default if value is None else value
+
+    def listed(self, key: str, kind: type) -> list[Any]:
+        value = self.raw.get(key)
+        if value is not None and not (isinstance(value, list) and all(type(item) is kind for item in value)):
+            raise self.wrong(key, f"must be a list, each {'text' if kind is str else 'a whole number'}")
+        return value or []
 
     def must_be(self, key: str, wanted: Any, why: str) -> None:
         if self.raw.get(key) not in (None, wanted):
@@ -123,42 +148,47 @@ class _Reader:
         self.must_be("hidden_act", "silu", "is not supported: only silu (SwiGLU) networks are")
         for key in ("attention_bias", "mlp_bias"):
             self.must_be(key, False, "is not supported: our layers have no biases")
-        if self.raw.get("quantization_config") is not None:
-            kind = self.raw["quantization_config"].get("quant_method", "?")
+        quantised = self.raw.get("quantization_config")
+        if quantised is not None:
+            kind = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
             raise CheckpointError(
                 f"{self.path}: the weights are quantised ({kind}): import the original in BF16 or FP32"
             )
-        heads = self.number("num_attention_heads")
-        layers = self.number("num_hidden_layers")
+        heads = self.whole("num_attention_heads")
+        layers = self.whole("num_hidden_layers")
         model = ModelConfig(
             name=str(self.path.parent.resolve().name),
             layers=layers,
-            width=self.number("hidden_size"),
+            width=self.whole("hidden_size"),
             heads=heads,
-            kv_heads=self.number("num_key_value_heads", heads),
+            kv_heads=self.whole("num_key_value_heads", heads),
             head_dim=self.head_dim(heads),
             windows=self.windows(layers),
             mlp=MlpKind.swiglu,
-            mlp_width=self.number("intermediate_size"),
+            mlp_width=self.whole("intermediate_size"),
             moe=self.moe(),
             qk_norm=self.family not in (Family.llama, Family.mixtral),
             qk_norm_scope=QkNormScope.layer if self.family is Family.olmo2 else QkNormScope.head,
             norm_placement=NormPlacement.after if self.family is Family.olmo2 else NormPlacement.before,
-            tied_head=bool(self.raw.get("tie_word_embeddings", False)),
+            tied_head=self.flag("tie_word_embeddings", False),
             norm_eps=self.number("rms_norm_eps", _EPS.get(self.family, 1e-6)),
             rope=self.rope(),
-            max_sequence=self.number("max_position_embeddings"),
+            max_sequence=self.whole("max_position_embeddings"),
             init_std=self.number("initializer_range", 0.02),
-            vocab_rows=self.number("vocab_size"),
+            vocab_rows=self.whole("vocab_size"),
         )
-        return HfConfig(self.family, model, self.number("vocab_size"))
+        try:
+            check_architecture(model)
+        except ConfigError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        return HfConfig(self.family, model, self.whole("vocab_size"))
 
     def head_dim(self, heads: int) -> int | None:
         """None where it is width / heads."""
         if self.raw.get("head_dim") is None and self.family is not Family.qwen3:
             return None
-        dim = int(self.number("head_dim", 128))
-        return None if dim * heads == self.raw["hidden_size"] else dim
+        dim = self.whole("head_dim", 128)
+        return None if dim * heads == self.whole("hidden_size") else dim
 
     def moe(self) -> MoeConfig:
         """Experts; their losses are those that go on training a model, and change nothing of what it computes."""
@@ -166,36 +196,37 @@ class _Reader:
             return self.sigmoid_moe()
         if self.family not in (Family.mixtral, Family.qwen3_moe):
             return MoeConfig()
-        experts = self.number("num_local_experts", self.raw.get("num_experts"))
-        width, normalise, first_dense = self.number("intermediate_size"), True, 0
+        experts = self.whole("num_local_experts", self.raw.get("num_experts"))
+        width, normalise, first_dense = self.whole("intermediate_size"), True, 0
         if self.family is Family.qwen3_moe:
-            width, normalise = self.number("moe_intermediate_size"), bool(self.raw.get("norm_topk_prob", False))
-            dense = sorted(self.raw.get("mlp_only_layers") or [])
+            width, normalise = self.whole("moe_intermediate_size"), self.flag("norm_topk_prob", False)
+            dense = sorted(self.listed("mlp_only_layers", int))
             first_dense = len(dense)
             if dense != list(range(first_dense)):
                 raise self.wrong("mlp_only_layers", "is not supported: dense layers must be the first ones")
             self.must_be("decoder_sparse_step", 1, "is not supported: every layer behind the dense ones has experts")
         return MoeConfig(
             experts=experts,
-            top_k=self.number("num_experts_per_tok"),
+            top_k=self.whole("num_experts_per_tok"),
             expert_width=width,
             first_dense=first_dense,
             normalise=normalise,
-            balance_loss=float(self.number("router_aux_loss_coef", 0.001)),
+            balance_loss=self.number("router_aux_loss_coef", 0.001),
             z_loss=0.0,
         )
 
     def sigmoid_moe(self) -> MoeConfig:
-        self.must_be("n_group", 1, "is not supported: experts are chosen out of one group")
+        for key in ("n_group", "topk_group"):
+            self.must_be(key, 1, "is not supported: experts are chosen out of one group")
         return MoeConfig(
-            experts=self.number("n_routed_experts", self.raw.get("num_local_experts")),
-            top_k=self.number("num_experts_per_tok"),
-            expert_width=self.number("moe_intermediate_size"),
-            shared=self.number("n_shared_experts"),
-            first_dense=self.number("first_k_dense_replace", 0),
+            experts=self.whole("n_routed_experts", self.raw.get("num_local_experts")),
+            top_k=self.whole("num_experts_per_tok"),
+            expert_width=self.whole("moe_intermediate_size"),
+            shared=self.whole("n_shared_experts"),
+            first_dense=self.whole("first_k_dense_replace", 0),
             gate=GateKind.sigmoid,
-            normalise=bool(self.raw.get("norm_topk_prob", False)),
-            gate_scale=float(self.number("routed_scaling_factor", 1.0)),
+            normalise=self.flag("norm_topk_prob", False),
+            gate_scale=self.number("routed_scaling_factor", 1.0),
             balance_loss=0.0,
             z_loss=0.0,
             bias_rate=1e-3,
@@ -203,17 +234,17 @@ class _Reader:
 
     def windows(self, layers: int) -> list[int]:
         """Window of each layer; nothing where all are global."""
-        used = self.raw.get("use_sliding_window", self.family in (Family.mixtral, Family.dots1))
+        used = self.flag("use_sliding_window", self.family in (Family.mixtral, Family.dots1))
+        kinds = self.listed("layer_types", str)
         if self.raw.get("sliding_window") is None or not used or self.family in (Family.llama, Family.olmo2):
-            if set(self.raw.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+            if set(kinds) - {"full_attention"}:
                 raise self.wrong("layer_types", "is not supported without a sliding_window")
             return []
-        window = int(self.number("sliding_window"))
+        window = self.whole("sliding_window")
         if self.family in (Family.mixtral, Family.qwen3_moe):
             return [window]
-        kinds = self.raw.get("layer_types")
-        if kinds is None:
-            first = self.number("max_window_layers", 62 if self.family is Family.dots1 else 28)
+        if not kinds:
+            first = self.whole("max_window_layers", 62 if self.family is Family.dots1 else 28)
             kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
         if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
             raise self.wrong("layer_types", f"must say sliding_attention or full_attention for each of {layers} layers")
@@ -222,41 +253,47 @@ class _Reader:
 
     def rope(self) -> RopeConfig:
         """Either spelling of the rotary settings."""
-        given = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
         key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
+        given = self.raw.get(key) or {}
         if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
             raise self.wrong(key, "is not supported: one set of rotary settings for all layers is")
-        theta = given.get("rope_theta", self.number("rope_theta", _THETA.get(self.family, 10_000.0)))
+
+        def number(name: str, default: float) -> float:
+            value = default if given.get(name) is None else given[name]
+            if not _is_number(value):
+                raise self.wrong(key, f"is not supported: {name} must be a number")
+            return float(value)
+
+        theta = number("rope_theta", self.number("rope_theta", _THETA.get(self.family, 10_000.0)))
         if given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
             raise self.wrong(key, "is not supported: heads are rotated as a whole")
         kind = given.get("rope_type", given.get("type", "default"))
         if kind == "default":
-            return RopeConfig(theta=float(theta))
-        if kind not in ROPE_SETTINGS:
+            return RopeConfig(theta=theta)
+        if not isinstance(kind, str) or kind not in ROPE_SETTINGS:
             raise self.wrong(key, f"is not supported: {kind} is none of default, {', '.join(ROPE_SETTINGS)}")
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_SETTINGS[kind]}
-        if kind == "yarn":
-            known |= self.yarn_extras(key, given)
+        defaults, longest = RopeConfig(), self.whole("max_position_embeddings")
+        original = number("original_max_position_embeddings", longest)
+        if original < 1 or original != int(original):
+            raise self.wrong(key, "is not supported: original_max_position_embeddings must be a whole number")
+        rope = RopeConfig(
+            theta=theta,
+            scaling=RopeScaling(kind),
+            factor=number("factor", longest / original),
+            original_sequence=int(original),
+            low_freq_factor=number("low_freq_factor", defaults.low_freq_factor),
+            high_freq_factor=number("high_freq_factor", defaults.high_freq_factor),
+            beta_fast=number("beta_fast", defaults.beta_fast),
+            beta_slow=number("beta_slow", defaults.beta_slow),
+        )
+        if kind == "yarn":  # further settings are accepted where they say what we do anyway
+            if given.get("truncate", True) is not True:
+                raise self.wrong(key, "is not supported: truncate must be true")
+            temperature = 0.1 * math.log(max(rope.factor, 1.0)) + 1.0
+            same = abs(number("attention_factor", temperature) - temperature) < 1e-6
+            known |= {"truncate", *(("attention_factor",) if same else ())}
         others = sorted(name for name, value in given.items() if name not in known and value is not None)
         if others:
             raise self.wrong(key, f"is not supported: {', '.join(others)} would change what {kind} computes")
-        defaults = RopeConfig()
-        original = given.get("original_max_position_embeddings", self.number("max_position_embeddings"))
-        return RopeConfig(
-            theta=float(theta),
-            scaling=RopeScaling(kind),
-            factor=float(given.get("factor") or self.number("max_position_embeddings") / original),
-            original_sequence=int(original),
-            low_freq_factor=float(given.get("low_freq_factor", defaults.low_freq_factor)),
-            high_freq_factor=float(given.get("high_freq_factor", defaults.high_freq_factor)),
-            beta_fast=float(given.get("beta_fast") or defaults.beta_fast),
-            beta_slow=float(given.get("beta_slow") or defaults.beta_slow),
-        )
-
-    def yarn_extras(self, key: str, given: Mapping[str, Any]) -> set[str]:
-        """YaRN's further settings are accepted where they say what we do anyway."""
-        if given.get("truncate", True) is not True:
-            raise self.wrong(key, "is not supported: truncate must be true")
-        temperature = 0.1 * math.log(given["factor"]) + 1.0 if given.get("factor") else None
-        same = temperature is not None and abs(given.get("attention_factor", 0.0) - temperature) < 1e-6
-        return {"truncate", *(("attention_factor",) if same else ())}
+        return rope

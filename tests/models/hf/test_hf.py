@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lowbit.configs.schema import (
     RopeConfig,
     RopeScaling,
 )
+from lowbit.configs.strict import build
 from lowbit.data.tokenizer import bytes_tokenizer
 from lowbit.errors import CheckpointError
 from lowbit.models.cost import window_of
@@ -237,8 +238,8 @@ BAD_CONFIGS = [
     ({"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported'),
     ({"layer_types": ["chunked_attention"] * 3}, "is not supported without a sliding_window"),
     ({"attention_bias": True}, "attention_bias=true is not supported"),
-    ({"hidden_size": "wide"}, 'hidden_size="wide" must be a number'),
-    ({"num_hidden_layers": None}, "num_hidden_layers=null must be a number"),
+    ({"hidden_size": "wide"}, 'hidden_size="wide" must be a whole number'),
+    ({"num_hidden_layers": None}, "num_hidden_layers=null must be a whole number"),
     ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised \\(fp8\\)"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic is none of default, linear, llama3, yarn"),
     ({"rope_parameters": {**YARN, "mscale": 1.0}}, "mscale would change what yarn computes"),
@@ -251,7 +252,7 @@ BAD_CONFIGS = [
 BAD_EXPERTS = [
     ({"mlp_only_layers": [1]}, "dense layers must be the first ones"),
     ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
-    ({"moe_intermediate_size": None}, "moe_intermediate_size=null must be a number"),
+    ({"moe_intermediate_size": None}, "moe_intermediate_size=null must be a whole number"),
 ]
 
 
@@ -278,6 +279,65 @@ def test_what_a_config_asks_for_in_vain_is_named(tmp_path: Path, changes: dict[s
     with pytest.raises(CheckpointError, match=message) as error:
         load_model(tmp_path, VOCAB, torch.float32)
     assert "\n" not in str(error.value)
+
+
+NOTHING_LIKE_IT: list[Any] = [
+    None, "x", -1, 0, 2.5, 2.0, float("inf"), float("nan"), [], [1], ["x"], {}, True, 10**30, 10**400,
+]  # fmt: skip
+
+
+def _spoiled(content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each key of a config.json, and of its rotary settings, left out or with a value of another kind."""
+    places = [(content, key) for key in content]
+    places += [(content["rope_parameters"], key) for key in content.get("rope_parameters") or {}]
+    for section, key in places:
+        kept = section.pop(key)
+        yield f"no {key}", content
+        for value in NOTHING_LIKE_IT:
+            section[key] = value
+            yield f"{key}={value!r:.20}", content
+        section[key] = kept
+
+
+@pytest.mark.parametrize("name", ["llama 3.1", "qwen3 yarn tied", "olmo2", "mixtral local", "qwen3 moe", "dots1 local"])
+def test_any_value_of_a_config_is_a_model_or_one_line(name: str, tmp_path: Path) -> None:
+    stock_model(*CASES[name]).config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    refused = 0
+    for what, content in _spoiled(json.loads(path.read_text())):
+        path.write_text(json.dumps(content))
+        try:
+            config = read_config(tmp_path)
+        except CheckpointError as error:
+            assert "\n" not in str(error) and str(path) in str(error), what
+            refused += 1
+        else:
+            assert config.model == build(ModelConfig, dataclasses.asdict(config.model)), what
+    assert refused > 100
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name", ["llama 3.1", "qwen3 yarn tied", "qwen3 local", "olmo2", "mixtral local", "dots1 local"]
+)
+def test_what_is_read_of_any_config_is_what_transformers_computes(name: str, tmp_path: Path) -> None:
+    """Wherever both take a spoiled config.json; above all, missing keys have the same defaults."""
+    stock_model(*CASES[name]).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    compared = 0
+    for what, content in _spoiled(json.loads(path.read_text())):
+        path.write_text(json.dumps(content))
+        try:
+            model = load_model(tmp_path, VOCAB, torch.float32)
+        except CheckpointError:
+            continue
+        try:
+            parity = compare(model, tmp_path, tokens()[:, : model.config.max_sequence])
+        except Exception:  # theirs does not take it
+            continue
+        assert parity.first_drift(1e-4) is None, what
+        compared += 1
+    assert compared > 50
 
 
 BAD_TENSORS: list[tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = [
