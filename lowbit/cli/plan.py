@@ -6,6 +6,7 @@ import typer
 
 from lowbit.cli.complete import plan_candidates
 from lowbit.cli.settings import read, settings
+from lowbit.errors import ConfigError
 
 if TYPE_CHECKING:
     from lowbit.configs.schema import RunConfig
@@ -33,6 +34,9 @@ def plan(
     ranks: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Processes, each with its own device; needs engine=deepspeed.")
     ] = 1,
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Time each kind of layer in its precision here, over the plain one.")
+    ] = False,
 ) -> None:
     """Print parameters, FLOPs a token, memory by part, the largest micro-batch that fits, the run's length, what
     each layer computes in, and what gradients cost on a network."""
@@ -47,6 +51,8 @@ def plan(
 
     network, rest = take_network(overrides or [])
     config = read(rest)
+    if bench and memory_gb is not None:
+        raise ConfigError("--bench times this machine's device, --memory-gb plans for another: give one of them")
     ranks = ranks_on(network, ranks) if network is not None else ranks
     precision = plan_precision(config, None if memory_gb is not None else pick_device(config.device))
     device, memory_bytes, compute_bytes = _device(config, memory_gb)
@@ -60,7 +66,12 @@ def plan(
         lines.append(describe_wire(config, compute_bytes, ranks))
     if network is not None:
         lines += _network(config, made, network, ranks, compute_bytes, planned_for_gpu=memory_gb is not None)
-    print("\n".join([*lines, *precision]))
+    print("\n".join([*lines, *precision]), flush=True)
+    if bench:
+        from lowbit.trainer.layer_speed import describe_speeds, layer_speeds
+
+        here = pick_device(config.device)
+        print("\n".join(describe_speeds(config, here, layer_speeds(config, here))))
 
 
 def _network(

@@ -53,7 +53,7 @@ def check_precision(config: RunConfig) -> None:
     policy = resolve(config.precision)
     if config.precision.backend is MatrixBackend.te and config.engine.compile is not CompileMode.off:
         raise ConfigError("precision.backend=te: Transformer Engine's layers run uncompiled: set engine.compile=off")
-    model = _on_meta(config, torch.float32)
+    model = on_meta(config, torch.float32)
     layers = candidates(model)
     for stage in Stage:
         phases = [assign(phase, layers) for phase in policy.phases(stage)]
@@ -105,7 +105,7 @@ def plan_precision(config: RunConfig, device: torch.device | None = None) -> lis
     name = "a GPU" if device is None else device_name(device)
     chooser = Chooser.on(device, dtype, config.precision.backend, check=False)
     plain = _plain(dtype, device)
-    model = _on_meta(config, dtype)
+    model = on_meta(config, dtype)
     made = report_policy(model, policy, dtype=_word(dtype), device=name, chooser=chooser, plain=plain)
     slow = None if device is None else ops.missing(device)
     return describe_precision(config, policy, made, _later(policy, made, model, chooser, plain), slow)
@@ -121,7 +121,7 @@ def native_precisions(device: torch.device) -> dict[str, str]:
     }
 
 
-def _on_meta(config: RunConfig, dtype: torch.dtype) -> Transformer:
+def on_meta(config: RunConfig, dtype: torch.dtype) -> Transformer:
     """The model without memory; its vocabulary does not matter here."""
     with torch.device("meta"):
         return Transformer(config.model, 1, dtype)
