@@ -154,7 +154,7 @@ def measure(case: Case, device: torch.device, steps: int) -> dict[str, Any]:
     windows = {window_of(case.config, layer) for layer in range(case.config.layers)}
 
     def masks() -> list[Any]:
-        how = (model.config.attention_softcap is not None, model.uses_varlen)
+        how = (model.needs_flex, model.uses_varlen)
         return [prepare_mask(rule, case.batch, case.length, device, window or None, *how) for window in windows]
 
     seconds, building = (wall_seconds(part, device, steps, warm_up=3) for part in (step, masks))

@@ -26,6 +26,8 @@ from lowbit.configs.schema_data import (
 )
 from lowbit.configs.schema_engine import (
     SIX_BITS,
+    VARLEN_WIDEST,
+    Z_COLUMNS,
     AttentionKernel,
     CommConfig,
     CommKind,
@@ -66,6 +68,8 @@ from lowbit.configs.schema_precision import (
 
 __all__ = [
     "SIX_BITS",
+    "VARLEN_WIDEST",
+    "Z_COLUMNS",
     "AlignmentKind",
     "AttentionKernel",
     "BatchConfig",

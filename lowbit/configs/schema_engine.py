@@ -44,6 +44,12 @@ class AttentionKernel(StrEnum):
     packed documents and nothing else; FlexAttention otherwise."""
 
 
+VARLEN_WIDEST = 256
+"""Widest head that the kernel for sequences of varying length takes."""
+Z_COLUMNS = 8
+"""Columns that Attention Z-Reg adds to heads in a kernel's backward call: one would do, kernels want multiples of 8."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Execution."""

@@ -24,6 +24,8 @@ from lowbit.configs.checks import (
 from lowbit.configs.nearest import nearest_path
 from lowbit.configs.schema import (
     SIX_BITS,
+    VARLEN_WIDEST,
+    Z_COLUMNS,
     AttentionKernel,
     CommKind,
     ComputeDtype,
@@ -225,9 +227,14 @@ def _attention_kernel(config: RunConfig) -> None:
         raise refuse(config, key, "model.attention_softcap", why=why, works=works)
     if config.precision.compute is ComputeDtype.fp32:
         raise refuse(config, key, "precision.compute", why="the kernel multiplies BF16", works=works)
-    if (config.model.head_dim or config.model.width // config.model.heads) % 8:
-        keys = ("model.head_dim",) if config.model.head_dim else ("model.width", "model.heads")
+    head_dim = config.model.head_dim or config.model.width // config.model.heads
+    keys = ("model.head_dim",) if config.model.head_dim else ("model.width", "model.heads")
+    if head_dim % 8:
         raise refuse(config, key, *keys, why="the kernel takes heads of a multiple of 8", works=works)
+    if head_dim > VARLEN_WIDEST - (Z_COLUMNS if config.model.attention_z else 0):
+        more = ("model.attention_z",) if config.model.attention_z else ()
+        why = f"the kernel takes heads of {VARLEN_WIDEST} at most" + (f", {Z_COLUMNS} less with Z-Reg" if more else "")
+        raise refuse(config, key, *keys, *more, why=why, works=works)
 
 
 def _expert_parallel(config: RunConfig) -> None:

@@ -44,7 +44,7 @@ def prepare_mask(
     length: int,
     device: torch.device | str,
     window: int | None = None,
-    capped: bool = False,
+    flex: bool = False,
     varlen: bool = False,
 ) -> AttentionMask:
     """What `attention` needs to know of a batch's visibility; built once a batch and shared by all layers of a kind.
@@ -53,7 +53,7 @@ def prepare_mask(
         visibility: None for plain causal, which a rule on the CPU may turn out to be. batch, length: shape [B, T] of
             the tokens. device: where attention runs.
         window: of a local layer, in positions; None for a global one.
-        capped: logits are, so that plain causal attention is FlexAttention's, too.
+        flex: plain causal attention is FlexAttention's on a GPU, too, as where logits are capped.
         varlen: packed documents go to the kernel for sequences of varying length. Of a rule that lies on a GPU already
             that is known only if it was known before (`Visibility.with_ends`).
 
@@ -64,7 +64,7 @@ def prepare_mask(
     if window is not None and window >= length:
         window = None
     on_gpu = torch.device(device).type == "cuda"
-    needed = window is not None or (capped and on_gpu)
+    needed = window is not None or (flex and on_gpu)
     if visibility is None:
         if not needed:
             return None

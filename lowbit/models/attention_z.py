@@ -7,7 +7,8 @@ at 64. Only the gradient is ever computed: with g_i = dL/dz_i it is
     dS_ij += g_i P_ij,   so   dS = P * (dO V^T - D + g)   with   D_i = sum_d dO_id O_id
 
 FlexAttention's logsumexp is differentiable, with capped logits, too: z is then theirs. The other kernels take g through
-a column that is added in their backward call (models/z_column.py). Logits are never materialised.
+a column that is added in their backward call (models/z_column.py); heads of another type or width than they take are
+FlexAttention's (`Transformer.needs_flex`). Logits are never materialised.
 """
 
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from lowbit.configs.schema import Z_COLUMNS
 from lowbit.models.attention import AttentionMask, flex_with_z
 from lowbit.models.capped import written_out
 from lowbit.models.varlen import Varlen, varlen_with_z
-from lowbit.models.z_column import COLUMNS, widened
+from lowbit.models.z_column import widened
 
 CUDNN_WIDEST = 128
 """Widest head that cuDNN's backward pass takes on Hopper."""
@@ -77,7 +79,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float)
             q, k, v, 0.0, mask is None, attn_mask=bias, scale=scale
         )
     assert mask is None, "other masks than plain causal are FlexAttention's on a GPU"
-    if q.shape[-1] + COLUMNS <= CUDNN_WIDEST:
+    if q.shape[-1] + Z_COLUMNS <= CUDNN_WIDEST:
         found = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
     else:
         found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.configs.schema import AttentionKernel, ModelConfig, Recompute
+from lowbit.configs.schema import Z_COLUMNS, AttentionKernel, ModelConfig, Recompute
 from lowbit.configs.validate_model import check_architecture
 from lowbit.errors import ConfigError, DataError
 from lowbit.models.attention import prepare_mask
@@ -36,7 +36,6 @@ from lowbit.models.moe import Moe
 from lowbit.models.rope import rope_frequencies, rope_tables
 from lowbit.models.varlen import takes
 from lowbit.models.visibility import Visibility
-from lowbit.models.z_column import COLUMNS
 
 SMALL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down.weight", "mlp.shared.down.weight")
 """The projections that write into the residual stream."""
@@ -112,9 +111,20 @@ class Transformer(nn.Module):
     def uses_varlen(self) -> bool:
         """Whether attention inside packed documents is the kernel's for sequences of varying length."""
         kernel = AUTO if self.attention_kernel is AttentionKernel.auto else self.attention_kernel
-        width = head_dim_of(self.config) + (COLUMNS if self.config.attention_z else 0)
-        usable = self.config.attention_softcap is None and takes(self.compute_dtype, width)
+        usable = self._half_heads and not self.needs_flex
         return kernel is AttentionKernel.varlen and usable and self.head_weight.is_cuda
+
+    @property
+    def needs_flex(self) -> bool:
+        """Whether all attention on a GPU is FlexAttention's: others know no cap, and no z of such heads."""
+        z = self.config.attention_z > 0
+        return self.config.attention_softcap is not None or (z and not self._half_heads)
+
+    @property
+    def _half_heads(self) -> bool:
+        """Whether heads are of a type and width that flash attention takes, with what Z-Reg adds."""
+        width = head_dim_of(self.config) + (Z_COLUMNS if self.config.attention_z else 0)
+        return takes(self.compute_dtype, width)
 
     def forward(self, tokens: Tensor, visibility: Visibility | None = None, cache: KVCache | None = None) -> Tensor:
         """Hidden states after the final norm.
@@ -141,8 +151,8 @@ class Transformer(nn.Module):
             if cache is not None:
                 masks[window] = cache.mask(length, window or None)
             else:
-                capped, varlen = self.config.attention_softcap is not None, self.uses_varlen
-                masks[window] = prepare_mask(visibility, batch, length, device, window or None, capped, varlen)
+                how = (self.needs_flex, self.uses_varlen)
+                masks[window] = prepare_mask(visibility, batch, length, device, window or None, *how)
         if cache is not None:
             position = cache.positions(length)
         else:

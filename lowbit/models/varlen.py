@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit.configs.schema import VARLEN_WIDEST
 from lowbit.models.z_column import widened
 
 HALF = (torch.bfloat16, torch.float16)
-WIDEST = 256
-"""Widest head that the kernel takes."""
 _aten = torch.ops.aten
 
 
@@ -40,7 +39,7 @@ class Varlen(NamedTuple):
 
 def takes(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernel computes heads of this type and width."""
-    return dtype in HALF and head_dim % 8 == 0 and head_dim <= WIDEST
+    return dtype in HALF and head_dim % 8 == 0 and head_dim <= VARLEN_WIDEST
 
 
 def varlen_with_z(q: Tensor, k: Tensor, v: Tensor, mask: Varlen, scale: float) -> tuple[Tensor, Tensor]:

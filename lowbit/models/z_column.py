@@ -12,20 +12,19 @@ wider for the kernels' alignment.
 from torch import Tensor
 from torch.nn import functional as F
 
-COLUMNS = 8
-"""Columns added in the backward call: one would do, kernels want multiples of eight."""
+from lowbit.configs.schema import Z_COLUMNS
 
 
 def widened(
     grad_out: Tensor, grad_z: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dO, q, k, v and O [..., D] as the backward call takes them, [..., D + COLUMNS]; grad_z is [...] like dO."""
+    """dO, q, k, v and O [..., D] as the backward call takes them, [..., D + Z_COLUMNS]; grad_z is [...] like dO."""
     return _wider(grad_out, grad_z), _wider(q), _wider(k), _wider(v, 1.0), _wider(out)
 
 
 def _wider(x: Tensor, column: Tensor | float | None = None) -> Tensor:
     width = x.shape[-1]
-    x = F.pad(x, (0, COLUMNS))
+    x = F.pad(x, (0, Z_COLUMNS))
     if column is not None:
         x[..., width] = column
     return x

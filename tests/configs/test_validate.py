@@ -105,6 +105,11 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"engine.attention": "varlen", "precision.compute": "fp32"}, ["precision.compute=fp32", "multiplies BF16"]),
     ({"engine.attention": "varlen", "model.head_dim": 12}, ["model.head_dim=12", "a multiple of 8"]),
+    ({"engine.attention": "varlen", "model.head_dim": 264}, ["model.head_dim=264", "heads of 256 at most; "]),
+    (
+        {"engine.attention": "varlen", "model.head_dim": 256, "model.attention_z": 1e-4},
+        ["model.head_dim=256 model.attention_z=0.0001", "heads of 256 at most, 8 less with Z-Reg"],
+    ),
     ({"engine.expert_parallel": True}, ["engine.expert_parallel=true", "model.moe.experts=0", "no experts"]),
     ({"engine.expert_parallel": True, "model.moe.experts": 4}, ["engine.kind=local", "one process has all experts"]),
     (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from lowbit.configs.schema import ModelConfig, Recompute
+from lowbit.configs.schema import Z_COLUMNS, ModelConfig, Recompute
 from lowbit.models import attention_z
 from lowbit.models.attention import block_mask, dense_mask, flex_with_z, prepare_mask
 from lowbit.models.attention_z import attention_with_z
@@ -24,10 +24,12 @@ def _inputs(device: str = "cpu", dtype: torch.dtype = torch.float32, length: int
     return [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
 
 
-def _check(device: str, dtype: torch.dtype, length: int, dim: int, packed: bool, tolerance: float) -> None:
+def _check(
+    device: str, dtype: torch.dtype, length: int, dim: int, packed: bool, tolerance: float, flex: bool = False
+) -> None:
     q, k, v = leaves = _inputs(device, dtype, length, dim)
     rule = documents(torch.rand(2, length) < 0.1) if packed else None
-    out, z = attention_with_z(q, k, v, prepare_mask(rule, 2, length, device))
+    out, z = attention_with_z(q, k, v, prepare_mask(rule, 2, length, device, flex=flex))
     seed, seed_z = torch.randn_like(out), torch.randn_like(z)
     assert z.dtype is torch.float32 and z.shape == (2, 4, length)
     (out * seed).sum().add((z * seed_z).sum()).backward()
@@ -53,6 +55,30 @@ def test_output_logsumexp_and_their_gradients_match_fp64(packed: bool) -> None:
 def test_the_same_on_a_gpu(packed: bool, dim: int) -> None:
     """cuDNN (64), flash (128) and FlexAttention, forward and backward."""
     _check("cuda", torch.bfloat16, 512, dim, packed, 0.02)
+
+
+@pytest.mark.gpu
+def test_what_other_kernels_do_not_take_on_a_gpu() -> None:
+    _check("cuda", torch.float32, 300, 64, False, 0.01, flex=True)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "weight", "flex"),
+    [
+        (64, torch.bfloat16, 1.0, False),
+        (248, torch.bfloat16, 1.0, False),
+        (256, torch.bfloat16, 1.0, True),
+        (256, torch.bfloat16, 0.0, False),
+        (20, torch.bfloat16, 1.0, True),
+        (64, torch.float32, 1.0, True),
+        (64, torch.float32, 0.0, False),
+    ],
+)
+def test_who_has_its_logsumexp_from_flex_attention(dim: int, dtype: torch.dtype, weight: float, flex: bool) -> None:
+    """On a GPU: others want 16 bits, and with the added columns at most 256 of a multiple of eight."""
+    config = dataclasses.replace(CONFIG, head_dim=dim, attention_z=weight)
+    assert Transformer(config, VOCAB, dtype).needs_flex is flex
+    assert Transformer(dataclasses.replace(config, attention_softcap=9.0), VOCAB, dtype).needs_flex
 
 
 def test_flex_attention_has_the_same_logsumexp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,5 +235,5 @@ def test_the_gpus_kernels_are_called_as_they_want(dim: int, monkeypatch: pytest.
     out, z = attention_with_z(*leaves, None)
     assert out.shape == leaves[0].shape and z.shape == (2, 4, 40) and z.dtype is torch.float32
     (out.float().sum() + z.sum()).backward()
-    assert called == [("cudnn" if dim == 64 else "flash", dim + attention_z.COLUMNS)]
+    assert called == [("cudnn" if dim == 64 else "flash", dim + Z_COLUMNS)]
     assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves)

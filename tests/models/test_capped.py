@@ -55,7 +55,7 @@ def test_output_logsumexp_and_gradients_match_fp64(
     length = 25
     leaves = [(2 * torch.randn(2, heads, length, 8)).requires_grad_() for heads in (4, kv_heads, kv_heads)]
     rule = _rule(kind, length)
-    mask = prepare_mask(rule, 2, length, "cpu", window, capped=True)
+    mask = prepare_mask(rule, 2, length, "cpu", window, flex=True)
     out, z = attention_with_z(*leaves, mask, softcap=CAP)
     assert z.dtype is torch.float32
     assert torch.equal(attention(*leaves, mask, softcap=CAP), out)
@@ -111,7 +111,7 @@ def test_on_a_gpu(kind: str, dim: int, window: int | None) -> None:
     length = 500
     leaves = [torch.randn(2, h, length, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (4, 2, 2)]
     rule = _rule(kind, length)
-    out, z = attention_with_z(*leaves, prepare_mask(rule, 2, length, "cuda", window, capped=True), softcap=CAP)
+    out, z = attention_with_z(*leaves, prepare_mask(rule, 2, length, "cuda", window, flex=True), softcap=CAP)
     exact = [leaf.detach().double().cpu().requires_grad_() for leaf in leaves]
     mask = dense_mask(rule or causal(2, length), window)
     expected, expected_z = written_out(*exact, mask, dim**-0.5, CAP)

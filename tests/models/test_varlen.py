@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.configs.schema import AttentionKernel, EngineConfig, ModelConfig, Recompute, RunConfig
+from lowbit.configs.schema import Z_COLUMNS, AttentionKernel, EngineConfig, ModelConfig, Recompute, RunConfig
 from lowbit.models import varlen, visibility
 from lowbit.models.attention import attention, dense_mask, prepare_mask
 from lowbit.models.attention_z import attention_with_z
 from lowbit.models.transformer import Transformer
 from lowbit.models.varlen import Varlen
 from lowbit.models.visibility import Visibility, causal, documents, prefixes, without_padding
-from lowbit.models.z_column import COLUMNS
 from lowbit.trainer.announce import introduce
 
 CONFIG = ModelConfig(layers=3, width=64, heads=4, kv_heads=2, mlp_width=96, max_sequence=512, init_std=0.1)
@@ -165,7 +164,7 @@ def test_on_a_gpu(kind: str, length: int, dim: int, heads: tuple[int, int], wind
     _check("cuda", torch.bfloat16, kind, length, heads, dim, window, 0.02)
 
 
-@pytest.mark.parametrize("dim", [64, 128 + COLUMNS])
+@pytest.mark.parametrize("dim", [64, 128 + Z_COLUMNS])
 @pytest.mark.parametrize("window", [0, 100])
 def test_the_gpus_kernel_is_called_as_it_wants(window: int, dim: int) -> None:
     """Schema and shapes, on the meta device; numbers need a GPU."""
