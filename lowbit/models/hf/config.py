@@ -89,7 +89,7 @@ def read_config(folder: Path) -> HfConfig:
         raise CheckpointError(
             f"{folder} is not a Hugging Face model: config.json cannot be read ({error.strerror})"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold a JSON object")

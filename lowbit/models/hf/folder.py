@@ -77,12 +77,12 @@ class TensorFolder:
         try:
             listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             good = isinstance(listed, dict) and all(isinstance(file, str) for file in listed.values())
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             good = False
         if not good:
             raise CheckpointError(f"{path} is damaged: it must map tensors to files under weight_map")
         for file in listed.values():
-            if Path(file).name != file:
+            if not file or Path(file).name != file:
                 raise CheckpointError(f"{path} names {file!r}, which is not a file of this folder")
         return {str(name): file for name, file in listed.items()}
 

@@ -60,7 +60,8 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tup
         shapes: of all parameters of the model, by our names.
 
     Raises:
-        CheckpointError: the folder's tensors are not those of the model, or of a type that FP32 does not hold.
+        CheckpointError: the folder's tensors are not those of the model, of a type that FP32 does not hold, or not
+            finite.
     """
     family = read_config(folder).family
     with TensorFolder(folder) as files:
@@ -105,4 +106,6 @@ def _exact(folder: Path, name: str, tensor: Tensor) -> Tensor:
             f"{folder}: {name} is {str(tensor.dtype).removeprefix('torch.')}; only float32, bfloat16 and float16 "
             "weights are read"
         )
+    if not tensor.isfinite().all():
+        raise CheckpointError(f"{folder}: {name} has a number that is not finite: copy or convert it again")
     return tensor.float()

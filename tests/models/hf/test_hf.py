@@ -351,6 +351,9 @@ BAD_TENSORS: list[tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = [
         lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}),
         r"norm\.weight is int32; only",
     ),
+    (lambda t: t.update({k: v.double() for k, v in t.items()}), r"embed_tokens\.weight is float64; only"),
+    (lambda t: t["model.norm.weight"][3:4].fill_(float("nan")), r"model\.norm\.weight has a number that is not finite"),
+    (lambda t: t["model.layers.1.mlp.up_proj.weight"][0].fill_(-torch.inf), r"up_proj\.weight has a number that"),
 ]
 
 
@@ -394,6 +397,10 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
 
     broken(lambda f: (f / "config.json").unlink(), "is not a Hugging Face model: config.json cannot be read")
     broken(lambda f: (f / "config.json").write_text("{"), "config.json is not JSON")
+    broken(lambda f: (f / "config.json").write_bytes(b"\xff\x00"), "config.json is not JSON")
+    broken(lambda f: (f / "config.json").write_text(100_000 * "["), "config.json is not JSON")
+    broken(lambda f: (f / INDEX).write_text(100_000 * "["), "must map tensors to files under weight_map")
+    broken(lambda f: index(f, lambda m: m.update(x="")), "is not a file of this folder")
     broken(lambda f: (f / shard.name).unlink(), "is missing, but model.safetensors.index.json names it")
     broken(lambda f: (f / shard.name).write_bytes(shard.read_bytes()[:-100]), "cannot be read: .*copy it again")
     broken(lambda f: (f / INDEX).write_text("[]"), "must map tensors to files under weight_map")
