@@ -1,7 +1,8 @@
 """A tree of samples: branches share what is stored of their trunk, and say what one pass over the tree would."""
 
+import pytest
 import torch
-from sampler_oracle import logits_of, model_of, recomputed
+from sampler_oracle import LAYOUTS, logits_of, model_of, recomputed
 
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.requests import Request, Sample
@@ -24,9 +25,10 @@ def grown(engine: EmbeddedSampler) -> tuple[list[Sample], list[list[Sample]], li
     return children, engine.sample(turns, SamplingConfig(), seed=1), turns
 
 
-def test_branches_share_their_trunk() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_branches_share_their_trunk(layout: str) -> None:
     """Of 17 tokens before a branch of the second kind four blocks are found; every sample is the recomputed one."""
-    model = model_of()
+    model = model_of(**LAYOUTS[layout])
     engine = EmbeddedSampler(model, None, slots=4, block=4)
     _, grandchildren, turns = grown(engine)
     known = (len(ROOT) + NEW - 1) // 4 * 4  # of a branch's last token there are no keys
@@ -38,10 +40,11 @@ def test_branches_share_their_trunk() -> None:
             assert max(abs(a - b) for a, b in zip(sample.logprobs, expected.logprobs, strict=True)) < 2e-5
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
-def test_they_are_those_of_one_pass_under_the_visibility_rule() -> None:
+def test_they_are_those_of_one_pass_under_the_visibility_rule(layout: str) -> None:
     """All branches in one row, each seen by its own descendants: 8 + 3 (9 + 2 x 8) tokens, none of them twice."""
-    model: Transformer = model_of(max_sequence=96)
+    model: Transformer = model_of(max_sequence=96, **LAYOUTS[layout])
     engine = EmbeddedSampler(model, None, slots=4, block=4)
     children, grandchildren, turns = grown(engine)
     tokens, limit, depth = list(ROOT), [0] * len(ROOT), list(range(len(ROOT)))
@@ -71,7 +74,9 @@ def test_they_are_those_of_one_pass_under_the_visibility_rule() -> None:
     rule = Visibility(*(torch.tensor([row], dtype=torch.int32) for row in (list(range(len(tokens))), limit, depth)))
     rule.validate(tree=True)
     hidden = model(torch.tensor([tokens]), rule)[0]
-    logits = lm_head_logits(hidden.float(), model.head_weight, vocab_size=model.vocab_size)
+    logits = lm_head_logits(
+        hidden.float(), model.head_weight, vocab_size=model.vocab_size, softcap=model.config.logit_softcap
+    )
     found = logits.log_softmax(-1)
     assert len(wanted) == CHILDREN * NEW * (1 + GRANDCHILDREN)
     for before, token, logprob in wanted:
