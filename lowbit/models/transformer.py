@@ -47,7 +47,7 @@ FP32 between the operations that it joins: more exact, but another number, which
 another code now and then, and after a few layers a sampler and a trainer are as far apart as their format is coarse."""
 
 
-def check_model(config: ModelConfig, vocab_size: int) -> None:
+def _check(config: ModelConfig, vocab_size: int) -> None:
     """Raise ConfigError, naming the key, when no model has these settings."""
     check_architecture(config)
     if vocab_size < 1:
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        check_model(config, vocab_size)
+        _check(config, vocab_size)
         self.config = config
         self.vocab_size = vocab_size
         self.padded_vocab = vocab_rows_of(config, vocab_size)
