@@ -34,7 +34,7 @@ from lowbit.data.loader import Cursor, Loader
 from lowbit.data.storage import folder_lock, remove_leftovers, write_error
 from lowbit.distill.blocks import Distributions
 from lowbit.distill.codec import Layout, encode, pack
-from lowbit.distill.estimators import check_targets, sampler
+from lowbit.distill.estimators import Kept, check_targets, sampler
 from lowbit.distill.noise import Noise, Places
 from lowbit.distill.shards import (
     FORMAT,
@@ -252,27 +252,24 @@ class CacheMaker:
         index = torch.arange(size * length, device=self._device)
         counted = here.weights.flatten() != 0
         places = Places(sample + index // length, index % length)
-        values, widths, lse = [], [], []
-        totals = torch.zeros(len(TOTALS), dtype=torch.float64, device=self._device)
+        parts: list[tuple[Kept, Tensor, Tensor]] = []
         for chunk in token_chunks(size * length, min(_ROWS, default_chunk(self._device.type, len(self._matrix)))):
             logits = hidden[chunk] @ self._matrix.t()
             p = Distributions(logits, self.layout.vocab_size, self.teacher.softcap, self.config.temperature)
-            kept = self._sampler(p, self.layout.targets, self._noise, places[chunk])
-            value, width = encode(self.layout, kept, p.entropy, self._noise, places[chunk], counted[chunk])
-            values.append(value)
-            widths.append(width)
-            lse.append(p.lse)
-            each = torch.stack([torch.ones_like(p.lse), p.entropy, kept.named.double(), kept.rest])
-            totals += torch.where(counted[chunk], each, 0.0).sum(dim=1)
-        finite = torch.isfinite(torch.cat(lse))
+            parts.append((self._sampler(p, self.layout.targets, self._noise, places[chunk]), p.entropy, p.lse))
+        kept = Kept(*(torch.cat(same) for same in zip(*(vars(part[0]).values() for part in parts), strict=True)))
+        entropy, lse = torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts])
+        finite = torch.isfinite(lse)
         if not bool(finite.all()):
             bad = int((~finite).nonzero()[0])
             raise NonFiniteError(
                 f"the teacher's logits are not finite at sample {sample + bad // length}, position {bad % length}: "
                 "the shards written so far are good; look at the teacher's precision and checkpoint"
             )
-        words, sizes = pack(torch.cat(values), torch.cat(widths), size)
-        return words, sizes, totals
+        values, widths = encode(self.layout, kept, entropy, self._noise, places, counted)
+        words, sizes = pack(values, widths, size)
+        each = torch.stack([torch.ones_like(lse), entropy, kept.named.double(), kept.rest])
+        return words, sizes, torch.where(counted, each, 0.0).sum(dim=1)
 
 
 @contextmanager
