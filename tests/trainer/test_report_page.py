@@ -236,7 +236,7 @@ def test_pipelines_and_sweeps_of_them(tmp_path: Path) -> None:
     assert [run.name for run in read_runs([tmp_path / "sweep"])] == [f"{job}/{name}" for job in "01" for name in names]
     (tmp_path / "sweep" / "1" / "pipeline.json").write_text('{"stages": {"rl": {"folder": "../../../etc"}, "x": 1}}')
     assert [run.folder.name for run in read_runs([tmp_path / "sweep"])] == names
-    with pytest.raises(LowbitError, match="no folder in it has one"):
+    with pytest.raises(LowbitError, match="no such folder"):
         read_runs([tmp_path / "sweep" / "1" / "pretrain" / "none"])
 
 
@@ -250,8 +250,11 @@ def test_paths_and_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ):
         assert full_report([run], tmp_path / out)[1:] == [f"report: {tmp_path}/{page}", f"curves: {tmp_path}/{picture}"]
         assert (tmp_path / page).is_file() and (tmp_path / picture).is_file()
-    with pytest.raises(LowbitError, match="no folder in it has one"):
+    with pytest.raises(LowbitError, match="no such folder"):
         write_page([tmp_path / "none"], tmp_path / "x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LowbitError, match="no folder in it has one"):
+        read_runs([tmp_path / "empty"])
     with pytest.raises(LowbitError, match="cannot write the report"):
         write_page([run], run / "metrics.jsonl" / "x")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
