@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lowbit.comm.flat import buckets, write_back
+from lowbit.comm.flat import buckets, end_to_end, write_back
 from lowbit.comm.reducers import Handle
 
 AHEAD = 2
@@ -64,7 +64,7 @@ class WholeReduction:
             self._end_oldest()
         self._left -= 1
         bucket = self.buckets[self._left]
-        flat = torch.cat([gradient(p).view(-1) for p in bucket])
+        flat = end_to_end([gradient(p) for p in bucket], bucket[0])
         self._under_way.append((self._begin(self._left, flat), flat, bucket))
 
     @torch.no_grad()

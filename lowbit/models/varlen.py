@@ -60,7 +60,7 @@ def forward(
 
 
 @forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sizes: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -83,18 +83,7 @@ def backward(
 
 
 @backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    z: Tensor,
-    ends: Tensor,
-    sizes: Tensor,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

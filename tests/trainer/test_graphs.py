@@ -35,6 +35,18 @@ def test_a_cpu_has_no_graphs(tiny_run: RunConfig, tmp_path: Path) -> None:
         pretrain(with_graphs(replace(tiny_run, device="auto")), tmp_path / "run")
 
 
+def on_a_gpu(tiny_run: RunConfig) -> RunConfig:
+    """Twelve steps of three micro-batches in BF16."""
+    return replace(
+        tiny_run,
+        device="cuda",
+        max_steps=12,
+        model=replace(tiny_run.model, width=128, mlp_width=256),
+        batch=replace(tiny_run.batch, sequences=12, micro_batch=4),
+        precision=PrecisionConfig(compute=ComputeDtype.bf16),
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
@@ -44,15 +56,10 @@ def test_a_run_has_the_same_bits(
     """With masks and without, a switch of precision, evaluations between steps, and a resume in the middle."""
     replayed = []
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counting(torch.cuda.CUDAGraph.replay, replayed))
+    switch = [PrecisionSwitch(at_step=7, forward="bf16")]
     config = replace(
-        tiny_run,
-        device="cuda",
-        max_steps=12,
-        model=replace(tiny_run.model, width=128, mlp_width=256),
-        batch=replace(tiny_run.batch, sequences=12, micro_batch=4),
-        precision=PrecisionConfig(
-            compute=ComputeDtype.bf16, forward="nvfp4", switch=[PrecisionSwitch(at_step=7, forward="bf16")]
-        ),
+        on_a_gpu(tiny_run),
+        precision=PrecisionConfig(compute=ComputeDtype.bf16, forward="nvfp4", switch=switch),
         engine=replace(tiny_run.engine, compile=CompileMode.on if compiled else CompileMode.off),
     )
     pretrain(config, tmp_path / "plain")
@@ -79,14 +86,7 @@ def test_documents_by_the_kernel_for_varying_lengths(
     """A graph serves batches of as many documents, roundly; its sums are in another order each time, so no bits."""
     replayed: list[int] = []
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counting(torch.cuda.CUDAGraph.replay, replayed))
-    config = replace(
-        tiny_run,
-        device="cuda",
-        max_steps=12,
-        model=replace(tiny_run.model, width=128, mlp_width=256),
-        batch=replace(tiny_run.batch, sequences=12, micro_batch=4),
-        precision=PrecisionConfig(compute=ComputeDtype.bf16),
-    )
+    config = on_a_gpu(tiny_run)
     losses = {}
     for kernel in (AttentionKernel.flex, AttentionKernel.varlen):
         for graphs in (False, True):
