@@ -22,10 +22,10 @@ import platform
 import sys
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -97,6 +97,7 @@ class Watch:
         self._silence = SILENT_SECONDS
         self._post_lock = threading.Lock()
         self._main = threading.main_thread().ident
+        self._ended: TracebackType | None = None  # of the error that ends the main thread
         self._thread = threading.Thread(target=self._run, name="lowbit-watch", daemon=True)
 
     # For the main thread ------------------------------------------------------------------------------------------
@@ -131,6 +132,7 @@ class Watch:
 
         An error of this rank's own is told to the others.
         """
+        self._ended = error.__traceback__
         if isinstance(error, RankError) or (not isinstance(error, LowbitError) and self._from_others(error)):
             self._silence = min(self._silence, BROKEN_SECONDS)
             self._found.wait(BROKEN_SECONDS + 3 * BEAT_SECONDS)
@@ -172,30 +174,27 @@ class Watch:
                 self._blame("the job's store is gone: rank 0's process or machine has died")
             if self.failure is not None:
                 break
-        if self.failure is not None and not self._stop.wait(GRACE_SECONDS + BROKEN_SECONDS * self._main_is_awake()):
+        if self.failure is None:
+            return
+        awake = self._ended is not None  # the main thread is on its way out, in `explain`
+        if not self._stop.wait(GRACE_SECONDS + BROKEN_SECONDS * awake):
             print(f"lowbit: error (rank {self._rank}): {self.failure}", file=sys.stderr, flush=True)
             os._exit(EXIT_FAILED)
-
-    def _main_is_awake(self) -> bool:
-        """Whether the main thread is already on its way out, with `explain` above it."""
-        return any(frame.f_code.co_name == "explain" for frame in self._stack())
 
     def _post(self) -> None:
         with self._post_lock:
             stack = self._stack()
             self._beat.count += 1
-            self._beat.waiting = any(part in f.f_code.co_filename for f in stack for part in WAITING_IN)
+            self._beat.waiting = any(part in f.f_code.co_filename for f, _ in stack for part in WAITING_IN)
             self._beat.at = _describe(stack)
             self._store.set(f"beat/{self._rank}", json.dumps(asdict(self._beat)))
 
-    def _stack(self) -> list[FrameType]:
-        """The main thread's frames, innermost first."""
+    def _stack(self) -> list[tuple[FrameType, int]]:
+        """The main thread's frames and their lines, innermost first; once an error ends it, where that was raised."""
+        if self._ended is not None:
+            return list(traceback.walk_tb(self._ended))[::-1]
         frame = sys._current_frames().get(self._main or 0)
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-        return frames
+        return list(traceback.walk_stack(frame)) if frame is not None else []
 
     def _look(self) -> None:
         """Read the others' posts and judge."""
@@ -254,6 +253,8 @@ class Watch:
     def _blame_the_late(self, seconds: float) -> None:
         """Name the ranks that are behind the others, or else those that do not wait for anybody."""
         everyone = list(self._seen.items())
+        if not everyone:  # none has been looked at yet
+            return
         behind = min(seen.beat.moves for _, seen in everyone)
         late = [(rank, seen) for rank, seen in everyone if seen.beat.moves == behind]
         if len(late) == len(everyone):
@@ -270,11 +271,13 @@ class Watch:
         self._found.set()
 
 
-def _describe(stack: list[FrameType]) -> str:
+def _describe(stack: list[tuple[FrameType, int]]) -> str:
     """The innermost place in this package, else the innermost place at all."""
-    ours = [frame for frame in stack if "/lowbit/" in frame.f_code.co_filename]
-    chosen: Any = ours[0] if ours else stack[0] if stack else None
-    return f"{Path(chosen.f_code.co_filename).name}:{chosen.f_lineno} {chosen.f_code.co_name}" if chosen else "?"
+    ours = [place for place in stack if "/lowbit/" in place[0].f_code.co_filename]
+    if not stack:
+        return "?"
+    frame, line = (ours or stack)[0]
+    return f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
 
 
 def _machine() -> str:

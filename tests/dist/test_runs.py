@@ -54,8 +54,8 @@ def outcomes(ended: ranks.Ended) -> list[dict[str, Any]]:
 
 def fine(all_ended: list[ranks.Ended]) -> None:
     """Every rank ended well, and every job on it."""
+    assert not any(e.code for e in all_ended), "\n".join(f"rank {e.rank}: {e.code}\n{e.err[-3000:]}" for e in all_ended)
     for e in all_ended:
-        assert e.code == 0, f"rank {e.rank}:\n{e.err[-3000:]}"
         assert outcomes(e) and not any("error" in o for o in outcomes(e)), e.out
 
 

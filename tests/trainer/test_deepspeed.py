@@ -151,6 +151,28 @@ def test_the_watch_passes_on_what_another_rank_died_of() -> None:
         assert str(first.explain(echo)) == first.failure
 
 
+def test_ranks_that_an_error_ends_are_said_to_be_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the watch, which looks for its cause: a collective that no rank gets out of times out on each."""
+    monkeypatch.setattr(watch, "BROKEN_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.0)
+    first, second = watches(patience=30)
+    with pytest.raises(RuntimeError) as raised:
+        ALONE.first_does(_time_out)
+    first._look()
+    for w in (second, first):
+        w.move("step 3", False)
+        w._ended = raised.value.__traceback__  # as `explain` begins
+        w._post()
+    first._look()
+    found = first.explain(raised.value)
+    assert str(found).count("at step 3, distributed.py:") == 2 and "explain" not in str(found), found
+    assert "no rank moves, for 60 s" in str(found)
+
+
+def _time_out() -> None:
+    raise RuntimeError("Timed out waiting 120000ms for send operation to complete")
+
+
 def test_the_watch_notices_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SILENT_SECONDS", 0.05)
     first, second = watches()  # each takes the limit when it is made
