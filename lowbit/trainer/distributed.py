@@ -14,7 +14,7 @@ Everything here is called by all ranks in the same order. One process has neithe
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,6 +27,8 @@ from lowbit.errors import Interrupted, LowbitError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.05
+ALIKE_SECONDS = 15.0
+"""How much longer than one rank another may take to fail alike; later it may wait in a collective for the first."""
 
 
 class Lookout(Protocol):
@@ -121,16 +123,28 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, of JSON types, in the order of ranks, on every rank."""
+        return list(self._gather(value))
+
+    def _gather(self, value: T, until: float = math.inf) -> Iterator[T]:
+        """The same, as far as they have come until then (by the monotonic clock)."""
         if self._board is None:
-            return [value]
+            yield value
+            return
         key = self._next_key()
         self._post(f"{key}/{self.rank}", value)
-        return [self._read(f"{key}/{rank}") for rank in range(self.world)]
+        for rank in range(self.world):
+            if not self._wait(f"{key}/{rank}", until):
+                return
+            yield self._read(f"{key}/{rank}")
 
     def together(self, work: Callable[[], T]) -> T:
-        """Every rank does `work`; when one of them fails, all raise: its own error where it was, and told elsewhere."""
+        """Every rank does `work`; when one of them fails, all raise: its own error where it was, and told elsewhere.
+
+        A rank that fails while others wait in a collective of `work` raises after `ALIKE_SECONDS`, which ends them too.
+        """
         result, outcome = _attempt(work)
-        for rank, entry in enumerate(self.gather(outcome.as_dict())):
+        seconds = math.inf if outcome.error is None else ALIKE_SECONDS
+        for rank, entry in enumerate(self._gather(outcome.as_dict(), time.monotonic() + seconds)):
             if rank != self.rank and not outcome.message:
                 theirs = _Outcome.of(entry)
                 theirs.require(f"rank {rank}: {theirs.message}")
@@ -155,7 +169,13 @@ class Ranks:
         self._board.set(key, json.dumps(value))
 
     def _read(self, key: str) -> Any:
-        """Wait for a post; ends with an error when a rank dies meanwhile."""
+        """Wait for a post and read it."""
+        assert self._board is not None
+        self._wait(key)
+        return json.loads(self._board.get(key))
+
+    def _wait(self, key: str, until: float = math.inf) -> bool:
+        """Wait for a post, whether it came until then; ends with an error when a rank dies meanwhile."""
         assert self._board is not None
         patience = POLL_SECONDS / 16
         before = True
@@ -165,9 +185,11 @@ class Ranks:
             while not self._board.check([key]):
                 if self.lookout is not None:
                     self.lookout.check()
+                if time.monotonic() > until:
+                    return False
                 time.sleep(patience)
                 patience = min(2 * patience, POLL_SECONDS)
-            return json.loads(self._board.get(key))
+            return True
         finally:
             if self.lookout is not None:
                 self.lookout.tolerant = before

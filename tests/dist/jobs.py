@@ -44,13 +44,20 @@ def disturb(what: dict[str, Any]) -> None:
     """Have something go wrong on one rank, or on all: before its step number `step`, or while a run is built."""
     from lowbit.comm import deepspeed
     from lowbit.errors import DataError
-    from lowbit.trainer import loop, run
+    from lowbit.trainer import deepspeed_engine, loop, run
 
     if os.environ["RANK"] != str(what.get("rank", os.environ["RANK"])):
         return
     kind = what["kind"]
     if kind == "version":
         deepspeed.OLDEST, deepspeed.BEFORE = (9, 9, 9), (10, 0)
+        return
+    if kind == "build":  # others are in the collectives of building theirs
+
+        def build(*_: Any, **__: Any) -> None:
+            raise ZeroDivisionError("one over nothing")
+
+        deepspeed_engine.ClientOptimizer = build  # type: ignore[assignment,misc]
         return
     if kind == "data":
 

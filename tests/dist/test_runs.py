@@ -241,6 +241,18 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path, kind: str, said: str, secon
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_fails_alone_ends_those_that_wait_for_it(tmp_path: Path, stage: int) -> None:
+    """While engines are built, which takes collectives: all say what the one failed of, before collectives time out."""
+    planned = [(jobs.tiny(tmp_path, zero_stage=stage), tmp_path / "run", {"disturb": {"kind": "build", "rank": 1}})]
+    for e in run_jobs(3, planned, tmp_path / "three"):
+        assert e.code != 0 or outcomes(e), e
+        assert "ZeroDivisionError: one over nothing" in e.out + e.err, (e.rank, e.out, e.err[-2000:])
+        assert e.rank == 1 or "rank 1" in e.out + e.err
+        assert e.seconds < 60
+
+
+@pytest.mark.exhaustive
 def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
     """`torchrun --max-restarts`: a rank is killed in the first attempt, the second goes on from the checkpoint."""
     config = jobs.tiny(tmp_path)

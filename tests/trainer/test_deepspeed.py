@@ -23,7 +23,7 @@ from lowbit.configs.schema import (
 )
 from lowbit.configs.validate import check_world, validate
 from lowbit.errors import ConfigError, DataError, RankError
-from lowbit.trainer import watch
+from lowbit.trainer import distributed, watch
 from lowbit.trainer.distributed import ALONE, Ranks
 from lowbit.trainer.launch import Place, local_device
 from lowbit.trainer.watch import Watch
@@ -116,6 +116,16 @@ def test_what_rank_0_does_reaches_the_others_with_its_errors() -> None:
     with pytest.raises(DataError, match=r"^rank 0: no text$"):
         second.first_does(_fail)
     assert first.share([1]) == second.share([2]) == [1]
+
+
+def test_a_rank_that_fails_does_not_wait_for_one_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other is in a collective of the same work and posts nothing."""
+    monkeypatch.setattr(distributed, "ALIKE_SECONDS", 0.1)
+    first, second = (Ranks(rank, 2, board=board) for board in [HashStore()] for rank in (0, 1))
+    with pytest.raises(DataError, match=r"^no text$"):
+        first.together(_fail)
+    with pytest.raises(DataError, match=r"^rank 0: no text$"):
+        second.together(lambda: 3)
 
 
 def _fail() -> None:
