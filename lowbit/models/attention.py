@@ -33,6 +33,8 @@ from lowbit.models.visibility import Visibility, causal
 
 AttentionMask = Tensor | BlockMask | Varlen | None
 """None: plain causal. Tensor: bool [B, 1, T, S], true where visible. BlockMask: FlexAttention's. Varlen: documents."""
+FLEX_NARROWEST = 16
+"""The narrowest heads that FlexAttention's kernel takes."""
 
 BLOCK = 128
 _PREFERRED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -196,19 +198,22 @@ def flex_with_z(
 ) -> tuple[Tensor, Tensor]:
     """FlexAttention, and the logsumexp z [B, H, T], FP32, of each query's visible logits. Both are differentiable."""
     flex = flex_attention if torch.compiler.is_compiling() else compiled_flex()
+    dim = q.shape[-1]
+    if dim < FLEX_NARROWEST:  # zeros change no logit
+        q, k, v = (F.pad(x, (0, FLEX_NARROWEST - dim)) for x in (q, k, v))
     out, more = flex(
         q,
         k,
         v,
         score_mod=None if softcap is None else _capping(softcap),
         block_mask=mask,
-        scale=scale,
+        scale=scale or dim**-0.5,
         enable_gqa=k.shape[1] != q.shape[1],
         return_aux=AuxRequest(lse=True),
         # Left to itself it takes a kernel for decoding where there are fewer than 128 queries, and may find none.
         kernel_options={"BACKEND": "TRITON"},
     )
-    return out, more.lse
+    return out[..., :dim], more.lse
 
 
 def _capping(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:

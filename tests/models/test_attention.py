@@ -1,6 +1,7 @@
 """Attention against FP64 softmax attention spelled out, and the BlockMask against the dense rule."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lowbit.errors import DataError
-from lowbit.models.attention import attention, block_mask, dense_mask, prepare_mask
+from lowbit.models.attention import FLEX_NARROWEST, attention, block_mask, dense_mask, flex_with_z, prepare_mask
 from lowbit.models.visibility import Visibility, causal, documents, prefixes
 
 
@@ -206,6 +207,39 @@ def test_flex_attention_forward_matches_fp64(length: int, kind: str) -> None:
     out = flex_attention(q, k, v, block_mask=block_mask(rule), enable_gqa=True)
     assert isinstance(out, Tensor)
     torch.testing.assert_close(out.double(), _plain(q, k, v, dense_mask(rule), 0.25), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [4, 8])
+def test_narrow_heads_are_widened_for_flex_attention(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+
+    def flex(q: Tensor, *args: Any, **options: Any) -> Any:
+        widths.append(q.shape[-1])
+        return flex_attention(q, *args, **options)
+
+    monkeypatch.setattr("lowbit.models.attention.compiled_flex", lambda: flex)
+    q, k, v = (torch.randn(2, heads, 200, dim) for heads in (4, 2, 2))
+    rule = _some_rule(2, 200, "documents")
+    out, z = flex_with_z(q, k, v, block_mask(rule), None, None)
+    assert widths == [FLEX_NARROWEST]
+    expected = _plain(q, k, v, dense_mask(rule), dim**-0.5)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    logits = q.double() @ k.double().repeat_interleave(2, dim=1).mT * dim**-0.5
+    visible = logits.masked_fill(~dense_mask(rule), float("-inf"))
+    torch.testing.assert_close(z.double(), visible.logsumexp(dim=-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_narrow_heads_on_a_gpu() -> None:
+    rule = _some_rule(2, 200, "documents")
+    inputs = [torch.randn(2, heads, 200, 8, device="cuda", requires_grad=True) for heads in (4, 2, 2)]
+    doubles = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    out = attention(*inputs, block_mask(rule.to("cuda")))
+    expected = _plain(*doubles, dense_mask(rule), 8**-0.5)
+    found = [out, *torch.autograd.grad(out.square().sum(), inputs)]
+    wanted = [expected, *torch.autograd.grad(expected.square().sum(), doubles)]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double().cpu(), b, rtol=1e-2, atol=1e-2)
 
 
 def test_a_visibility_of_another_batch_is_refused() -> None:
