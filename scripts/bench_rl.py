@@ -14,9 +14,19 @@ tokens estimates KL(sampler || trainer); its standard error is over tokens. Noth
 `reward`: from the same weights, which a supervised start in BF16 made, each pair of precisions is trained for
 `max_steps` steps (or `max_minutes`), with token truncated importance sampling and without; reported are the mean
 sampled reward of the last fifth of the steps and the held-out greedy accuracy, mean and standard deviation over seeds,
-and the same of their differences from the first pair with the same seed, which draws the same prompts. With
-`--own-start` a pair begins with a supervised start in the trainer's own precision, which ends at the same accuracy.
-Runs that are finished already are only read.
+and the same of their differences from the first pair with the same seed, which draws the same prompts. A pair is
+SAMPLER/TRAINER, or the name of a preset of `precision`. With `--own-start` each run begins with a supervised start of
+its own seed in its trainer's precision, as `lowbit rl` does by itself; such starts end at the same accuracy.
+
+OUT/reward.json has every run as soon as it has ended. A call makes those that are not there, seed by seed, and prints
+the table of all; a run that was cut off goes on where its folder has a checkpoint. So many short calls fill a table:
+
+    python scripts/bench_rl.py start OUT KEY=VALUE ...                                 # the supervised start alone
+    python scripts/bench_rl.py reward OUT KEY=VALUE ... --pairs bf16/bf16 --seeds 1    # as often as there are runs
+    python scripts/bench_rl.py reward OUT KEY=VALUE ... --table                        # what there is, and its picture
+
+On a GPU: `rl=gpu max_steps=N max_minutes=1 evaluation.every_steps=0 logging.every_steps=1`. Without `max_minutes` that
+preset runs 400 steps. Where it ends a run before `max_steps`, the table's steps say so: pairs then differ in steps.
 
 `overlap`: the same run with the sampler on the trainer's device and on `--other`, at staleness 0 and at `--staleness`.
 Reported are medians over the last half of the steps: seconds a step, drawn tokens a second by the clock, the shares of
@@ -27,7 +37,6 @@ more than 1), the share of drawing that training hides, the age of rollouts and 
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,12 +44,13 @@ from typing import Any
 
 import torch
 from measure import print_table, write
+from rl_reward import Results, Wanted, fill, show
+from rl_sides import plain_start, with_pair
 
 from lowbit.configs.compose import compose_for
 from lowbit.configs.overrides import RL
-from lowbit.configs.schema import PrecisionConfig
 from lowbit.configs.schema_rl import Correction, RlConfig
-from lowbit.configs.validate_rl import validate_rl, warm_start_config
+from lowbit.configs.validate_rl import validate_rl
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.models.transformer import Transformer
 from lowbit.quant.stages import resolve
@@ -51,49 +61,19 @@ from lowbit.rl.prompts import Prompts
 from lowbit.rl.rewards import RewardPool
 from lowbit.rl.rollout import Collector, Conversation
 from lowbit.rl.run import train
-from lowbit.rl.task_run import WarmStart, run_config, tokenizer_of
+from lowbit.rl.task_run import run_config, tokenizer_of
 from lowbit.rl.tasks import Split, make_task
-from lowbit.trainer.distributed import ALONE
 from lowbit.trainer.hardware import compute_dtype, device_name, pick_device
 from lowbit.trainer.imported import begin_from
 from lowbit.trainer.jsonl import read_rows
 from lowbit.trainer.loaded import build_model
 from lowbit.trainer.precision import RunPrecision
-from lowbit.trainer.run import execute
 
 PRECISIONS = ("bf16", "fp8_row", "mxfp8", "nvfp4_w4a16", "nvfp4")
-PAIRS = (("bf16", "bf16"), ("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("fp8_row", "bf16"))
+PAIRS = ("bf16/bf16", "nvfp4/nvfp4", "nvfp4/bf16", "fp8_row/bf16")
 """Sampler and trainer."""
 TOKENS_A_CELL = 200_000
 """Most tokens that a cell of the matrix is measured on."""
-
-
-def start_of(config: RlConfig, out: Path, precision: str = "") -> RlConfig:
-    """The configuration with weights to start from, made in BF16 or in `precision` on both sides."""
-    if config.init_from:
-        return config
-    folder = out / (f"start-{precision}" if precision else "start")
-    if not (folder / "checkpoints").is_dir():
-        plain = replace(config, precision=PrecisionConfig(compute=config.precision.compute))
-        start = warm_start_config(with_pair(config, precision, precision) if precision else plain)
-        execute(lambda: WarmStart(start, folder, ALONE, pick_device(config.device)), folder, ALONE)
-    return replace(config, init_from=str(folder), warm_start=replace(config.warm_start, steps=0))
-
-
-def with_pair(config: RlConfig, sampler: str, trainer: str) -> RlConfig:
-    """A sampler, and a trainer with its forward and a BF16 backward on dequantised operands."""
-    define = {"trainer_side": _forward_of(trainer)}
-    precision = PrecisionConfig(
-        compute=config.precision.compute, backend=config.precision.backend, sampler=sampler, trainer="trainer_side",
-        define=define,
-    )  # fmt: skip
-    return replace(config, precision=precision)
-
-
-def _forward_of(name: str) -> Any:
-    from lowbit.configs.schema import AlignmentKind, PolicyConfig, ProductConfig
-
-    return PolicyConfig(base=name, dgrad=ProductConfig(), wgrad=ProductConfig(), alignment=AlignmentKind.aligned)
 
 
 # The matrix -----------------------------------------------------------------------------------------------------------
@@ -138,7 +118,7 @@ def differences(config: RlConfig, model: Transformer, conversations: list[Conver
 def mismatch(config: RlConfig, out: Path, prompts: int) -> dict[str, Any]:
     """Every sampler with every trainer."""
     device = pick_device(config.device)
-    config = start_of(config, out)
+    config = plain_start(config, out)
     cells = []
     models = {name: trained_model(config, name, device) for name in PRECISIONS}
     for sampler in PRECISIONS:
@@ -197,98 +177,12 @@ def picture_of_matrix(cells: list[dict[str, Any]], path: Path, title: str) -> No
     plt.close(figure)
 
 
-# Reward ---------------------------------------------------------------------------------------------------------------
-
-
-def reward(config: RlConfig, out: Path, seeds: int, pairs: Sequence[Sequence[str]], own: bool) -> dict[str, Any]:
-    """Pairs of precisions from the same start (`own`: from one in the trainer's), with and without correction."""
-    given = config
-    found: list[dict[str, Any]] = []
-    for sampler, trainer in pairs:
-        config = start_of(given, out, trainer if own else "")
-        for correction in (Correction.tis, Correction.none):
-            runs = []
-            for seed in range(1, seeds + 1):
-                folder = out / f"{sampler}-{trainer}-{correction.value}-{seed}"
-                here = replace(
-                    with_pair(config, sampler, trainer),
-                    seed=seed,
-                    algorithm=replace(config.algorithm, correction=correction),
-                )
-                train(here, folder)
-                runs.append(outcome(folder))
-            found.append({"sampler": sampler, "trainer": trainer, "correction": correction.value, "seeds": runs})
-    columns = ("reward", "accuracy", "reward - first", "accuracy - first")
-    print(f"{'sampler':<12} {'trainer':<12} {'correction':<10} {'k3 KL':>10} " + " ".join(f"{c:>17}" for c in columns))
-    for row in found:
-        values = [[r[key] for r in row["seeds"]] for key in ("reward", "accuracy")]
-        first = [[r[key] for r in found[0]["seeds"]] for key in ("reward", "accuracy")]
-        values += [[a - b for a, b in zip(v, f, strict=True)] for v, f in zip(values, first, strict=True)]
-        cells = " ".join(f"{f'{statistics.fmean(v):.3f} +- {_deviation(v):.3f}':>17}" for v in values)
-        k3 = statistics.fmean(r["k3_kl"] for r in row["seeds"])
-        print(f"{row['sampler']:<12} {row['trainer']:<12} {row['correction']:<10} {k3:>10.2e} {cells}")
-    picture_of_rewards(found, out / "reward.png")
-    return {"rows": found, "device": device_name(pick_device(config.device)), "model": config.model.name}
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """What a run reached."""
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"]]
-    last = [row["reward"] for row in rows[-max(1, len(rows) // 5) :]]
-    return {
-        "reward": statistics.fmean(last),
-        "accuracy": next(row["val_accuracy"] for row in reversed(rows) if "val_accuracy" in row),
-        "k3_kl": statistics.fmean(row["mismatch/k3_kl"] for row in rows),
-        "steps": rows[-1]["step"],
-        "seconds": rows[-1]["seconds"],
-        "curve": [[row["step"], row["reward"]] for row in rows],
-    }
-
-
-def _deviation(values: list[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def picture_of_rewards(found: list[dict[str, Any]], path: Path) -> None:
-    """Sampled reward over steps, smoothed: a colour a pair, its mean over seeds in their range; with and without."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    kinds = list(dict.fromkeys(row["correction"] for row in found))
-    figure, panels = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 3.8), sharey=True, squeeze=False)
-    for kind, axes in zip(kinds, panels[0], strict=True):
-        for row in (row for row in found if row["correction"] == kind):
-            curves = [smooth([reward for _, reward in run["curve"]]) for run in row["seeds"]]
-            steps = [step for step, _ in row["seeds"][0]["curve"]]
-            every = list(zip(*curves, strict=True))
-            [line] = axes.plot(
-                steps, [statistics.fmean(v) for v in every], label=f"{row['sampler']} / {row['trainer']}"
-            )
-            axes.fill_between(
-                steps, [min(v) for v in every], [max(v) for v in every], color=line.get_color(), alpha=0.12
-            )
-        axes.set_title(f"correction: {kind}", fontsize=9)
-        axes.set_xlabel("optimizer steps")
-    panels[0][0].set_ylabel("sampled reward")
-    panels[0][0].legend(fontsize=8, title="sampler / trainer", title_fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def smooth(values: list[float], width: int = 15) -> list[float]:
-    """Means of the `width` values up to each."""
-    return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
-
-
 # Two devices ----------------------------------------------------------------------------------------------------------
 
 
 def overlap(config: RlConfig, out: Path, other: str, staleness: int) -> dict[str, Any]:
     """The same run with one device and with two, synchronous and ahead."""
-    config = start_of(config, out)
+    config = plain_start(config, out)
     config = replace(config, logging=replace(config.logging, every_steps=1))
     found = []
     for ahead in (0, staleness):
@@ -325,29 +219,52 @@ def pace(folder: Path) -> dict[str, Any]:
     }
 
 
+def reward(config: RlConfig, given: argparse.Namespace) -> None:
+    """The runs that were asked for and are not there yet, and the table of all that are."""
+    settings = [*given.overrides, *(["--own-start"] if given.own_start else [])]
+    results = Results(given.out / "reward.json", settings)
+    if not given.table:
+        wanted = Wanted(given.pairs, given.corrections, given.seeds, given.own_start)
+        fill(results, config, given.overrides, given.out, wanted)
+    show(results.runs, given.out / "reward.png", given.own_start)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("what", choices=("start", "mismatch", "reward", "overlap"))
+    found.add_argument("out", type=Path)
+    found.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    found.add_argument("--prompts", type=int, default=64, help="mismatch: prompts a sampler answers")
+    found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="SEED", help="reward: a run for each")
+    found.add_argument("--pairs", nargs="+", default=PAIRS, metavar="PAIR", help="reward: SAMPLER/TRAINER, or a preset")
+    kinds = [kind.value for kind in Correction]
+    both = [Correction.tis.value, Correction.none.value]
+    found.add_argument("--corrections", nargs="+", choices=kinds, default=both, help="reward: algorithm.correction")
+    found.add_argument("--own-start", action="store_true", help="reward: each run's start in its own precision")
+    found.add_argument("--table", action="store_true", help="reward: only print what there is")
+    found.add_argument("--other", default="cuda:1", help="overlap: the sampler's own device")
+    found.add_argument("--staleness", type=int, default=1, help="overlap: steps that the sampler may be behind")
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("mismatch", "reward", "overlap"))
-    parser.add_argument("out", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--prompts", type=int, default=64, help="mismatch: prompts a sampler answers")
-    parser.add_argument("--seeds", type=int, default=3, help="reward: runs of each kind")
-    everything = ["/".join(pair) for pair in PAIRS]
-    parser.add_argument("--pairs", nargs="+", default=everything, metavar="SAMPLER/TRAINER", help="reward: which")
-    parser.add_argument("--own-start", action="store_true", help="reward: each trainer's start in its own precision")
-    parser.add_argument("--other", default="cuda:1", help="overlap: the sampler's own device")
-    parser.add_argument("--staleness", type=int, default=1, help="overlap: steps that the sampler may be behind")
-    given = parser.parse_intermixed_args()
+    given = parser().parse_intermixed_args()
     config = compose_for(RL, given.overrides)
     validate_rl(config)
     given.out.mkdir(parents=True, exist_ok=True)
-    if given.what == "mismatch":
-        found = mismatch(config, given.out, given.prompts)
-    elif given.what == "reward":
-        pairs = [pair.split("/") for pair in given.pairs]
-        found = reward(config, given.out, given.seeds, pairs, given.own_start)
+    if given.what == "reward":
+        reward(config, given)
+    elif given.what == "start":
+        plain_start(config, given.out)
+    elif given.what == "mismatch":
+        keep(given, mismatch(config, given.out, given.prompts))
     else:
-        found = overlap(config, given.out, given.other, given.staleness)
+        keep(given, overlap(config, given.out, given.other, given.staleness))
+
+
+def keep(given: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Figures in OUT, with the settings that made them."""
     write(given.out / f"{given.what}.json", {"settings": given.overrides} | found)
 
 
