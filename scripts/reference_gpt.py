@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.configs.schema import MlpKind, ModelConfig
+from lowbit.configs.schema_model import head_dim_of
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -24,7 +25,7 @@ class Block(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads = c.heads, c.kv_heads
-        self.dim = c.head_dim or c.width // c.heads
+        self.dim = head_dim_of(c)
         self.norm1, self.norm2 = (nn.RMSNorm(c.width, eps=c.norm_eps) for _ in range(2))
         self.q = nn.Linear(c.width, c.heads * self.dim, bias=False)
         self.k = nn.Linear(c.width, c.kv_heads * self.dim, bias=False)
@@ -69,7 +70,7 @@ class ReferenceGPT(nn.Module):
         c = self.config
         i = torch.arange(tokens.shape[1], device=tokens.device)[None, :, None]  # queries
         mask = ((start[:, None, :] <= i) & (i < limit[:, None, :]))[:, None]  # [B, 1, T, T]
-        dim = c.head_dim or c.width // c.heads
+        dim = head_dim_of(c)
         frequency = c.rope.theta ** (-torch.arange(0, dim, 2, device=tokens.device) / dim)  # [D/2]
         angle = position[:, None, :, None] * frequency
         cos, sin = angle.cos(), angle.sin()

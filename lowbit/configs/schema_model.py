@@ -150,3 +150,8 @@ class ModelConfig:
     """The embedding is padded to a multiple of this many rows; padded rows are never predicted."""
     vocab_rows: int | None = None
     """Rows of the embedding, as an imported checkpoint has them; null: as `vocab_multiple` says."""
+
+
+def head_dim_of(config: ModelConfig) -> int:
+    """Width of an attention head."""
+    return config.width // config.heads if config.head_dim is None else config.head_dim

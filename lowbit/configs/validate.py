@@ -33,6 +33,7 @@ from lowbit.configs.schema import (
     RunConfig,
     ScheduleKind,
 )
+from lowbit.configs.schema_model import head_dim_of
 from lowbit.configs.validate_data import check_data
 from lowbit.configs.validate_model import MODEL_EXAMPLES, MODEL_RANGES, check_model
 from lowbit.configs.validate_precision import check_precision
@@ -227,7 +228,7 @@ def _attention_kernel(config: RunConfig) -> None:
         raise refuse(config, key, "model.attention_softcap", why=why, works=works)
     if config.precision.compute is ComputeDtype.fp32:
         raise refuse(config, key, "precision.compute", why="the kernel multiplies BF16", works=works)
-    head_dim = config.model.head_dim or config.model.width // config.model.heads
+    head_dim = head_dim_of(config.model)
     keys = ("model.head_dim",) if config.model.head_dim else ("model.width", "model.heads")
     if head_dim % 8:
         raise refuse(config, key, *keys, why="the kernel takes heads of a multiple of 8", works=works)

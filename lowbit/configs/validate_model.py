@@ -7,6 +7,7 @@ from typing import Any
 
 from lowbit.configs.checks import NATURAL, POSITIVE, Range, check_ranges, nearest_divisor, refuse
 from lowbit.configs.schema import ModelConfig, RopeScaling, RunConfig
+from lowbit.configs.schema_model import head_dim_of
 
 WIDTH = Range(1, 2**22)
 """Of all experts together, matrices of such widths still have fewer bytes than 63 bits count."""
@@ -88,7 +89,7 @@ def _heads(config: RunConfig) -> None:
     if m.heads % m.kv_heads:
         works = f"model.kv_heads={nearest_divisor(m.heads, m.kv_heads)} would work"
         raise refuse(config, "model.heads", "model.kv_heads", why="kv_heads must divide heads", works=works)
-    head_dim = m.head_dim or m.width // m.heads
+    head_dim = head_dim_of(m)
     if head_dim % 2:
         keys = ("model.head_dim",) if m.head_dim else ("model.width", "model.heads", "model.head_dim")
         why = f"a head of width {head_dim} has no pairs to rotate, it must be even"
@@ -121,7 +122,7 @@ def _experts(config: RunConfig) -> None:
 
 def _rope(config: RunConfig) -> None:
     m, r, key = config.model, config.model.rope, "model.rope"
-    if r.scaling is RopeScaling.ntk and (m.head_dim or m.width // m.heads) == 2:
+    if r.scaling is RopeScaling.ntk and head_dim_of(m) == 2:
         why = "the base of a single pair does not matter, so there is nothing to stretch"
         raise refuse(config, f"{key}.scaling", why=why, works=f"model.head_dim=4 or {key}.scaling=linear would work")
     if r.scaling is RopeScaling.none and r.factor != 1:

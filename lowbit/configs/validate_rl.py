@@ -21,6 +21,7 @@ from lowbit.configs.schema import (
     SourceConfig,
     TokenizerKind,
 )
+from lowbit.configs.schema_model import head_dim_of
 from lowbit.configs.schema_rl import Correction, LoraAlso, LoraTarget, Loss, RlConfig, TaskKind
 from lowbit.configs.validate import validate
 
@@ -235,7 +236,7 @@ def _stabilisers(config: RlConfig) -> None:
 def _lora_targets(config: RlConfig) -> None:
     """Layers that there are, one matrix each, not thinner than the adapters."""
     targets, m = config.lora.targets, config.model
-    head_dim = m.head_dim or m.width // m.heads
+    head_dim = head_dim_of(m)
     attention = {LoraTarget.q: m.heads * head_dim, LoraTarget.out: m.heads * head_dim}
     attention |= dict.fromkeys((LoraTarget.k, LoraTarget.v), m.kv_heads * head_dim)
     mlp = dict.fromkeys((LoraTarget.gate, LoraTarget.up, LoraTarget.down), m.mlp_width)

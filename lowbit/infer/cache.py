@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig
+from lowbit.configs.schema_model import head_dim_of
 from lowbit.infer import kernels
 from lowbit.infer.kv_codec import KvCodec
 from lowbit.models.attention import attention, cached_mask
-from lowbit.models.cost import head_dim_of, kv_owners
+from lowbit.models.cost import kv_owners
 
 
 class PagedCache:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lowbit.configs.schema import ModelConfig, NormPlacement, QkNormScope, Recompute
+from lowbit.configs.schema_model import head_dim_of
 from lowbit.models import kernels
 from lowbit.models.attention import AttentionMask, attention
 from lowbit.models.attention_z import attention_with_z
-from lowbit.models.cost import head_dim_of, is_moe_layer, kv_source
+from lowbit.models.cost import is_moe_layer, kv_source
 from lowbit.models.layers import KVCache, Linear, RMSNorm, project
 from lowbit.models.moe import Mlp, Moe
 from lowbit.models.rope import apply_rope

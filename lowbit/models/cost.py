@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from lowbit.configs.schema import MlpKind, ModelConfig, OptimizerKind, QkNormScope, Recompute
+from lowbit.configs.schema_model import head_dim_of
 
 HEAD_CHUNK_NUMBERS = 1 << 28
 """Logits that exist at once in the LM head on a GPU: 512 MiB in BF16, so large that adding up dW costs little."""
@@ -63,11 +64,6 @@ class ParameterCount:
     def without_embedding(self) -> int:
         """Total without the input embedding; a tied table still counts once, as the head."""
         return self.total - self.embedding if self.head else self.total
-
-
-def head_dim_of(config: ModelConfig) -> int:
-    """Width of an attention head."""
-    return config.width // config.heads if config.head_dim is None else config.head_dim
 
 
 def is_moe_layer(config: ModelConfig, layer: int) -> bool:

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.configs.schema import Z_COLUMNS, AttentionKernel, ModelConfig, Recompute
+from lowbit.configs.schema_model import head_dim_of
 from lowbit.configs.validate_model import check_architecture
 from lowbit.errors import ConfigError, DataError
 from lowbit.models.attention import prepare_mask
 from lowbit.models.block import KV, Block, BlockOutput, Rope
-from lowbit.models.cost import head_dim_of, kv_owners, kv_source, mup_ratio, vocab_rows_of, window_of
+from lowbit.models.cost import kv_owners, kv_source, mup_ratio, vocab_rows_of, window_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, state_buffers
 from lowbit.models.moe import Moe
 from lowbit.models.rope import rope_frequencies, rope_tables

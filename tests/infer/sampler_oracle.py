@@ -9,9 +9,9 @@ from llama_names import llama_name
 from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig, MoeConfig
+from lowbit.configs.schema_model import head_dim_of
 from lowbit.infer.requests import Request, Sample
 from lowbit.infer.sampling import SamplingConfig, choose, sampling_logprobs, uniforms
-from lowbit.models.cost import head_dim_of
 from lowbit.models.layers import weights_and_state
 from lowbit.models.lm_head import lm_head_logits
 from lowbit.models.transformer import Transformer

@@ -3,8 +3,9 @@
 from typing import Any
 
 from lowbit.configs.schema import GateKind, MlpKind, ModelConfig, NormPlacement, QkNormScope, RopeScaling
+from lowbit.configs.schema_model import head_dim_of
 from lowbit.errors import CheckpointError
-from lowbit.models.cost import head_dim_of, kv_owners, window_of
+from lowbit.models.cost import kv_owners, window_of
 from lowbit.models.hf.config import ARCHITECTURES, ROPE_SETTINGS, Family
 
 
