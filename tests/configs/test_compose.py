@@ -83,7 +83,7 @@ def test_groups_are_those_the_design_names() -> None:
         },
         "data": {"python_docs", "files", "huggingface"},
         "optim": {"adamw", "muon"},
-        "precision": {"auto", "fp32", "nvfp4_leg", "stages", *PRESETS},
+        "precision": {"auto", "fp32", "nvfp4_leg", "nvfp4_mlp", "stages", *PRESETS},
         "engine": {"local", "deepspeed"},
         "comm": {"none", "auto", "bf16", "squinch", "sq48", "sq48_fast"},
     }

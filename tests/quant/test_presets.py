@@ -109,6 +109,17 @@ def test_each_recipe_is_a_choice_of_the_group(name: str) -> None:
     assert bool(policy.rules) == (name == "nvfp4_nvidia")
 
 
+@pytest.mark.parametrize("stage", Stage)
+def test_nvfp4_mlp_is_the_mlps_behind_the_first_block(stage: Stage) -> None:
+    """In each stage the same layers, so that sampler and trainer are one function."""
+    policy = resolve(composed("precision=nvfp4_mlp").precision).phases(stage)[0]
+    names = [f"blocks.{i}.{layer}" for i in (0, 1, 11) for layer in ("attention.q", "attention.out", "mlp.down")]
+    rules = [policy.rule_of(name, 12) for name in names]
+    low = [name for name, rule in zip(names, rules, strict=True) if (rule.policy if rule else policy.default).quantised]
+    assert low == ["blocks.1.mlp.down", "blocks.11.mlp.down"]
+    assert policy.default.fprop == PRESETS["nvfp4"].fprop
+
+
 def test_the_four_stages_are_chosen_apart() -> None:
     policy = resolve(
         PrecisionConfig(forward="nvfp4", backward="mxfp8", wgrad="bf16", sampler="nvfp4_w4a16", trainer="int8")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from changes import changed
 
-from lowbit.configs.schema import PrecisionConfig, ScheduleConfig, ScheduleKind
+from lowbit.configs.schema import PrecisionConfig, PrecisionRule, ScheduleConfig, ScheduleKind
 from lowbit.configs.schema_precision import StatisticsConfig
 from lowbit.configs.schema_rl import CacheFormat, Correction, Loss, RlConfig, TaskKind
 from lowbit.errors import CheckpointError, LowbitError
@@ -281,6 +281,18 @@ def test_what_a_thread_raises_is_raised_here() -> None:
     with pytest.raises(LowbitError, match="the sampler broke"):
         producer.take()
     producer.close()
+
+
+def test_layers_that_stay_in_high_precision_do_so_on_both_sides(config: RlConfig, tmp_path: Path) -> None:
+    """A trainer that quantised what the sampler leaves alone, or the reverse, would disagree with it."""
+    rules = [PrecisionRule(".*attention.*", "bf16")]
+    config = changed(config, **EASY, precision__sampler="nvfp4", max_steps=1)
+    train(changed(config, precision__rules=rules), tmp_path / "rules")
+    train(changed(config, precision__rules=rules, precision__trainer="bf16"), tmp_path / "other")
+    train(config, tmp_path / "everything")
+    k3 = {name: rows(tmp_path / name)[0]["mismatch/k3_kl"] for name in ("rules", "other", "everything")}
+    assert max(k3["rules"], k3["everything"]) < 1e-7 and k3["other"] > 20 * k3["rules"]
+    assert rows(tmp_path / "rules")[0]["entropy"] != rows(tmp_path / "everything")[0]["entropy"]
 
 
 def test_precision_of_the_trainer_by_default() -> None:
