@@ -25,8 +25,10 @@ the table of all; a run that was cut off goes on where its folder has a checkpoi
     python scripts/bench_rl.py reward OUT KEY=VALUE ... --pairs bf16/bf16 --seeds 1    # as often as there are runs
     python scripts/bench_rl.py reward OUT KEY=VALUE ... --table                        # what there is, and its picture
 
-On a GPU: `rl=gpu max_steps=N max_minutes=1 evaluation.every_steps=0 logging.every_steps=1`. Without `max_minutes` that
-preset runs 400 steps. Where it ends a run before `max_steps`, the table's steps say so: pairs then differ in steps.
+On a GPU: `rl=gpu max_steps=N evaluation.every_steps=0 logging.every_steps=1`; without `max_steps` that preset runs 400
+steps. `max_minutes` counts the first step's compilation too, so take N from the seconds that a run of 20 steps in
+another folder shows in the table (they leave the first step out); `max_minutes=3` beside it only keeps a call from
+being cut off. The table's steps say where it ended a run: such pairs cannot be compared.
 
 `overlap`: the same run with the sampler on the trainer's device and on `--other`, at staleness 0 and at `--staleness`.
 Reported are medians over the last half of the steps: seconds a step, drawn tokens a second by the clock, the shares of

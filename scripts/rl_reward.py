@@ -82,7 +82,10 @@ def one_run(config: RlConfig, start_seed: int, out: Path, pair: str, correction:
 
 
 def outcome(folder: Path) -> Row:
-    """What a run reached: means of its last fifth, and what its held-out answers were like before and after."""
+    """What a run reached: means of its last fifth, and what its held-out answers were like before and after.
+
+    Its seconds are those of the steps after the first logged one, in which a GPU's code is compiled.
+    """
     every = read_rows(folder / "metrics.jsonl")
     rows = [row for row in every if row["step"]]
     last = [row["reward"] for row in rows[-max(1, len(rows) // 5) :]]
@@ -93,7 +96,7 @@ def outcome(folder: Path) -> Row:
         "first_accuracy": accuracies[0],
         "k3_kl": statistics.fmean(row["mismatch/k3_kl"] for row in rows),
         "steps": rows[-1]["step"],
-        "seconds": rows[-1]["seconds"],
+        "seconds": rows[-1]["seconds"] - rows[0]["seconds"],
         "curve": [[row["step"], row["reward"]] for row in rows],
     }
 

@@ -97,7 +97,7 @@ def test_calls_fill_one_table(
     capsys.readouterr()
     runs = bench(monkeypatch, tmp_path, "reward", "--table")["runs"]
     assert len(made) == 5 and len(runs) == 4 and len({run["start"] for run in runs}) == 1
-    assert all(run["start_steps"] == 7 and run["seconds"] == 20 for run in runs)
+    assert all(run["start_steps"] == 7 and run["seconds"] == 18 for run in runs)
     printed = capsys.readouterr().out
     assert "0.310 +- 0.071" in printed and "-0.120 +- 0.000" in printed and "cannot be compared" not in printed
 
