@@ -27,8 +27,8 @@ from measure import Row, print_table, wall_seconds, write
 
 from lowbit.configs.schema import ModelConfig, PrecisionConfig
 from lowbit.infer.embedded import EmbeddedSampler
-from lowbit.infer.kernels import PACKED_ROWS
 from lowbit.infer.kv_codec import KvCodec, KvFormat
+from lowbit.infer.packed import FEW_ROWS
 from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.cost import kv_cache_bytes_per_token, parameter_parts
@@ -84,7 +84,7 @@ def floor_seconds(config: ModelConfig, load: Load, precision: str, kv_bytes: flo
     parts = parameter_parts(config, VOCAB)
     head = VOCAB * config.width
     bits = WEIGHT_BITS[precision]
-    if precision.endswith("a16") and load.rows > PACKED_ROWS:
+    if precision.endswith("a16") and load.rows > FEW_ROWS:
         bits = 16.0
     weights = parts.hidden_matrices * bits / 8 + head * 2
     flops = 2 * (parts.hidden_matrices + head) * load.rows

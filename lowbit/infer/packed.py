@@ -33,8 +33,10 @@ logger = logging.getLogger("lowbit")
 
 PAYING = (4,)
 """Bits an element: those of 8 bits have been slower than BF16 at every shape (docs/LOG.md)."""
-WIDTH = 1024
-"""Of the check's product: wide enough to be split."""
+FEW_ROWS = 16
+"""Most rows for which the packed form multiplies."""
+WIDTH = 2048
+"""Of the check's product: wide enough for several programs to share its steps."""
 
 
 def takes(spec: QuantSpec | None) -> bool:
@@ -54,23 +56,31 @@ def weight_only(policy: LinearPolicy) -> bool:
 
 
 def arranged(data: Tensor, bits: int) -> Tensor:
-    """Codes as the kernel reads them: uint8 [rows, bytes] -> the same shape.
+    """Codes as the kernel reads them: uint8 [rows, bytes] -> [tiles, steps, 1024]; see `kernels.packed`."""
+    codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1) if bits == 4 else data
+    # [tiles, half, 8 r, steps, word, 4 j, pairs, of a pair]: a word has the first of all pairs, then the second
+    codes = codes.view(len(data) // kernels.TILE_ROWS, 2, 8, -1, 4, 4, 16 // bits, 2)
+    codes = codes.permute(0, 3, 1, 2, 5, 4, 7, 6).flatten(2)
+    return codes[..., ::2] | codes[..., 1::2] << 4 if bits == 4 else codes.contiguous()
 
-    In each group of 16 columns word w, of 16 bits, holds columns w, run + w, 2 run + w ... from its low bits on.
-    """
-    run, per = kernels.PACKED_RUN[bits], 16 // bits
-    codes = torch.stack((data & 15, data >> 4), dim=-1) if bits == 4 else data
-    codes = codes.reshape(len(data), -1, per, run).transpose(2, 3).reshape(len(data), -1)
-    return codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes
+
+def arranged_scales(scales: Tensor, bits: int) -> Tensor:
+    """Scales of blocks likewise: uint8 [rows, blocks] -> [tiles, steps, 128], or [tiles, steps, 32] of 8-bit codes."""
+    tiles = len(scales) // kernels.TILE_ROWS
+    if bits == 4:  # [tiles, half, 8 r, steps, word, groups of j]
+        scales = scales.view(tiles, 2, 8, -1, 4, 2).permute(0, 3, 2, 5, 1, 4)
+    else:
+        scales = scales.view(tiles, 2, 8, -1, 2).permute(0, 3, 2, 1, 4)
+    return scales.flatten(2).contiguous()
 
 
 class PackedLinear(LowbitLinear):
     """A `LowbitLinear` for sampling, with its weight in few bits for few rows."""
 
     frozen_data: Tensor | None = None
-    """uint8 [out, in * bits / 8], arranged."""
+    """uint8 [out / 16, steps, 1024]: codes, arranged."""
     frozen_scales: Tensor | None = None
-    """uint8 [out, blocks], where blocks have scales."""
+    """uint8 [out / 16, steps, 128 or 32], where blocks have scales; arranged."""
 
     @torch.no_grad()
     def freeze(self, dtype: torch.dtype) -> None:
@@ -80,9 +90,10 @@ class PackedLinear(LowbitLinear):
         self.frozen, after = made.operand().to(dtype), made.after()
         self.frozen_scale = None if after is None else after.expand(self.out_features, 1).contiguous()
         packed = pack(made)
-        self.frozen_data = arranged(packed.data[: self.out_features].view(torch.uint8), packed.spec.element.bits)
+        bits = packed.spec.element.bits
+        self.frozen_data = arranged(packed.data[: self.out_features].view(torch.uint8), bits)
         if packed.scales.dtype is torch.uint8:
-            self.frozen_scales = packed.scales[: self.out_features]
+            self.frozen_scales = arranged_scales(packed.scales[: self.out_features], bits)
 
     def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
         """See `LowbitLinear.project_together`."""
@@ -99,19 +110,15 @@ class PackedLinear(LowbitLinear):
 
     def multiply(self, x: Tensor, dense: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
         """x [rows, in] -> [rows, out] by a weight in both forms: the packed one for few rows."""
-        spec = self.policy.fprop.right.spec
-        assert spec is not None
-        if 0 < x.shape[0] <= kernels.PACKED_ROWS:
-            return product(x, data, scales, after, spec)
+        if 0 < x.shape[0] <= FEW_ROWS:
+            return product(x, data, scales, after)
         y = F.linear(x, dense)
         return y if after is None or y.numel() == 0 else scaled(y, after)
 
 
-def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, spec: QuantSpec) -> Tensor:
+def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
     """x [rows, in] times a packed weight."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    block = spec.block[1] if scales is not None else 0
-    y: Tensor = kernels.packed_product(x, data, scales, after, spec.element.bits, block)
+    y: Tensor = kernels.packed_product(x, data, scales, after)
     return y
 
 
@@ -134,6 +141,7 @@ def pack_layers(model: Transformer) -> int:
             not isinstance(layer, LowbitLinear)
             or not weight_only(layer.policy)
             or layer.in_features % kernels.PACKED_MULTIPLE
+            or layer.out_features % kernels.TILE_ROWS
         ):
             continue
         spec = layer.policy.fprop.right.spec
@@ -159,18 +167,19 @@ def wrong(spec: QuantSpec, device: torch.device) -> str | None:
     packed = quantise(weight, spec).pack()
     dense = quantise(weight, spec).operand().float()
     after = quantise(weight, spec).after()
-    scales = packed.scales if packed.scales.dtype is torch.uint8 else None
-    data = arranged(packed.data.view(torch.uint8), spec.element.bits)
+    bits = spec.element.bits
+    scales = arranged_scales(packed.scales, bits) if packed.scales.dtype is torch.uint8 else None
+    data = arranged(packed.data.view(torch.uint8), bits)
     sent = [None if t is None else t.to(device) for t in (data, scales, after)]
     why = None
     try:
         for x in (
-            *torch.split(torch.eye(WIDTH)[:128], kernels.PACKED_ROWS),
+            *torch.split(torch.eye(WIDTH)[:128], FEW_ROWS),
             torch.randn(5, WIDTH, generator=generator),
         ):
             given = x.to(device, torch.bfloat16)
             assert sent[0] is not None
-            got = product(given, sent[0], sent[1], sent[2], spec).float().cpu()
+            got = product(given, sent[0], sent[1], sent[2]).float().cpu()
             expected = given.float().cpu() @ dense.t()
             expected = expected if after is None else expected * after.t()
             if not torch.allclose(got, expected, rtol=0.01, atol=1e-3 * float(expected.abs().max())):

@@ -8,7 +8,7 @@ from attention_cases import mend_interpreter
 from torch import Tensor
 
 from lowbit.infer.kernels.packed import packed_product
-from lowbit.infer.packed import arranged
+from lowbit.infer.packed import arranged, arranged_scales
 from lowbit.quant.quantise import quantise
 from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4, NVFP4_46, NVFP4_ROW, QuantSpec
 
@@ -16,18 +16,19 @@ SPECS = {spec.name: spec for spec in (NVFP4_46, NVFP4, NVFP4_ROW, MXFP8, FP8_ROW
 
 
 def compare(spec: QuantSpec, x: Tensor, weight: Tensor, device: str, asm: bool) -> None:
-    """x [rows, in] BF16 or FP32, weight [out, in] FP32."""
+    """x [rows, in] BF16, weight [out, in] FP32. Without assembly the result stays FP32."""
     made = quantise(weight, spec)
     packed, after = made.pack(), made.after()
-    scales = packed.scales.to(device) if packed.scales.dtype is torch.uint8 else None
-    data = arranged(packed.data.view(torch.uint8), spec.element.bits).to(device)
+    bits = spec.element.bits
+    scales = arranged_scales(packed.scales, bits).to(device) if packed.scales.dtype is torch.uint8 else None
+    data = arranged(packed.data.view(torch.uint8), bits).to(device)
     outer = None if after is None else after.to(device)
-    block = 0 if scales is None else spec.block[1]
-    got = packed_product(x.to(device), data, scales, outer, spec.element.bits, block, asm).cpu()
+    dtype = torch.bfloat16 if asm else torch.float32
+    got = packed_product(x.to(device), data, scales, outer, asm, dtype).cpu()
     expected = x.double() @ made.operand().double().t()
     expected = expected if after is None else expected * after.double().t()
-    assert got.dtype is x.dtype
-    relative = 1e-5 if x.dtype is torch.float32 else 2**-8
+    assert got.dtype is dtype
+    relative = 2**-8 if asm else 1e-5
     size = x.double().abs() @ made.operand().double().abs().t() * (1.0 if after is None else after.double().t())
     assert bool(((got.double() - expected).abs() <= relative * expected.abs() + 4e-6 * size).all())
 
@@ -44,8 +45,8 @@ def weights(rows: int, columns: int) -> Tensor:
 if __name__ == "__main__":
     mend_interpreter()
     for name, spec in SPECS.items():
-        for rows, columns, width in ((1, 40, 128), (13, 130, 384), (16, 64, 512), (3, 40, 1024)):
-            compare(spec, torch.randn(rows, width), weights(columns, width), "cpu", False)
-        for x in torch.eye(128).split(16):
-            compare(spec, x, weights(40, 128), "cpu", False)
+        for rows, columns, width in ((1, 48, 128), (13, 128, 384), (16, 64, 512), (33, 16, 128), (3, 48, 2048)):
+            compare(spec, torch.randn(rows, width).bfloat16(), weights(columns, width), "cpu", False)
+        for x in torch.eye(128).bfloat16().split(16):
+            compare(spec, x, weights(48, 128), "cpu", False)
         print(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_order import by_column
+from packed_order import held_numbers
 from sampler_oracle import logprobs_of, model_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,8 +24,6 @@ from lowbit.infer.weights import HeldWeights
 from lowbit.models.layers import weights_and_state
 from lowbit.quant.apply import candidates
 from lowbit.quant.linear import LowbitLinear
-from lowbit.quant.quantised import Packed
-from lowbit.quant.spec import QuantSpec
 from lowbit.quant.stages import resolve
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -37,19 +35,10 @@ WIDE: dict[str, object] = {"width": 128, "heads": 4, "kv_heads": 2, "mlp_width":
 def written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the kernels what defines them, so that all the rest runs on a CPU."""
 
-    def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, spec: QuantSpec) -> Tensor:
-        data = by_column(data, spec.element.bits)
-        shape, blocks = (len(data), x.shape[1]), (len(data), x.shape[1] // (spec.block[1] or x.shape[1]))
-        stands = Packed(data, after if scales is None else scales, None, shape, spec, blocks, False)  # type: ignore[arg-type]
-        if scales is None:
-            return (
-                F.linear(x.float(), stands.unpack().operand().float())
-                .mul(1 if after is None else after.t())
-                .to(x.dtype)
-            )
-        one = torch.ones(1, 1)
-        values = Packed(data, scales, one, shape, spec, blocks, False).unpack().operand().float()
-        return F.linear(x.float(), values).mul(1 if after is None else after.t()).to(x.dtype)
+    def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
+        outer = torch.ones(len(data) * 16, 1) if after is None else after
+        numbers = held_numbers(x.shape[1], data, scales, outer).operand().float()
+        return F.linear(x.float(), numbers).mul(outer.t()).to(x.dtype)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_order import by_column
+from packed_order import by_block, by_column, held_numbers
 from torch import Tensor
 
 from lowbit.configs.schema import PrecisionConfig
 from lowbit.infer import packed
-from lowbit.infer.kernels import PACKED_ROWS
-from lowbit.infer.packed import PackedLinear, weight_only
+from lowbit.infer.packed import FEW_ROWS, PackedLinear, weight_only
 from lowbit.models.layers import Linear, project
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.presets import PRESETS
-from lowbit.quant.quantised import Packed, Quantised
+from lowbit.quant.quantised import Quantised
 from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4_46, QuantSpec
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -38,15 +37,9 @@ def _layer(name: str, out: int = 48, seed: int = 1) -> tuple[PackedLinear, Lowbi
 
 
 def _unpacked(layer: PackedLinear) -> Quantised:
-    """What is held, read by the format's own decoder."""
-    spec = layer.policy.fprop.right.spec
-    assert spec is not None and layer.frozen_data is not None
-    scales = layer.frozen_scales if layer.frozen_scales is not None else layer.frozen_scale
-    outer = layer.frozen_scale if layer.frozen_scales is not None else None
-    assert scales is not None
-    shape, blocks = (layer.out_features, layer.in_features), (scales.shape[0], scales.shape[1])
-    data = by_column(layer.frozen_data, spec.element.bits)
-    return Packed(data, scales, outer, shape, spec, blocks, False).unpack()
+    """What is held."""
+    assert layer.frozen_data is not None
+    return held_numbers(layer.in_features, layer.frozen_data, layer.frozen_scales, layer.frozen_scale)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -55,11 +48,14 @@ def test_which_presets_are_weight_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_arranged_codes_are_the_same_codes(bits: int) -> None:
-    data = torch.randint(0, 256, (3, 64), dtype=torch.uint8)
+def test_arranged_codes_and_scales_are_the_same(bits: int) -> None:
+    data = torch.randint(0, 256, (48, 32 * bits), dtype=torch.uint8)
     found = packed.arranged(data, bits)
-    assert found.shape == data.shape and not torch.equal(found, data)
-    assert torch.equal(by_column(found, bits), data)
+    assert found.shape == (3, 2 if bits == 4 else 4, 1024) and torch.equal(by_column(found, bits), data)
+    scales = torch.randint(0, 256, (48, 16 if bits == 4 else 8), dtype=torch.uint8)
+    found = packed.arranged_scales(scales, bits)
+    assert found.shape == (3, 2 if bits == 4 else 4, 128 if bits == 4 else 32)
+    assert torch.equal(by_block(found), scales)
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
@@ -74,12 +70,12 @@ def test_both_forms_are_the_same_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
-@pytest.mark.parametrize("rows", [1, 5, PACKED_ROWS, PACKED_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 5, FEW_ROWS, FEW_ROWS + 1])
 def test_few_rows_go_to_the_kernel_and_many_to_the_copy(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, plain = zip(_layer(name), _layer(name, 32, 2), strict=True)
     calls = []
 
-    def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, spec: QuantSpec) -> Tensor:
+    def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
         calls.append(x.shape[0])
         [layer] = [layer for layer in layers if layer.frozen_data is data]
         y = x.double() @ _unpacked(layer).operand().double().t()
@@ -89,7 +85,7 @@ def test_few_rows_go_to_the_kernel_and_many_to_the_copy(name: str, rows: int, mo
     x = torch.randn(rows, 1, 256).bfloat16()
     with torch.no_grad():
         ours, theirs = project(x, *layers), project(x, *plain)
-    assert calls == ([rows] * 2 if rows <= PACKED_ROWS else [])
+    assert calls == ([rows] * 2 if rows <= FEW_ROWS else [])
     for a, b in zip(ours, theirs, strict=True):
         assert a.shape == b.shape and a.dtype is b.dtype
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
@@ -101,12 +97,8 @@ def test_a_kernel_that_is_wrong_or_fails_is_named_and_not_used(
 ) -> None:
     cpu = torch.device("cpu")
 
-    def right(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, spec: QuantSpec) -> Tensor:
-        rows, blocks = len(data), 1 if scales is None else scales.shape[1]
-        stored, outer = (scales, after) if scales is not None else (after, None)
-        assert stored is not None
-        data = by_column(data, spec.element.bits)
-        values = Packed(data, stored, outer, (rows, x.shape[1]), spec, (rows, blocks), False).unpack().values()
+    def right(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
+        values = held_numbers(x.shape[1], data, scales, after).values()
         y, scale = x.float() @ values.operand().float().t(), values.after()
         return (y if scale is None else y * scale.t()).to(x.dtype)
 
@@ -146,17 +138,21 @@ def test_the_kernel_on_a_gpu(name: str) -> None:
     from packed_cases import SPECS, compare, weights
 
     for asm in (True, False):
-        for x in torch.eye(256).bfloat16().split(PACKED_ROWS):
-            compare(SPECS[name], x, weights(200, 256), "cuda", asm)
+        for x in torch.eye(256).bfloat16().split(16):
+            compare(SPECS[name], x, weights(208, 256), "cuda", asm)
     for rows, columns, width in (
-        *((rows, 1000, 640) for rows in (1, 2, 7, 8, 9, 16)),
+        *((rows, 1008, 640) for rows in (1, 2, 7, 8, 9, 16, 17, 33, 64)),
         (1, 48, 128),
         (5, 2048, 2048),
         (16, 4096, 3584),
+        (3, 8464, 1024),  # two tiles a program, and one over
+        (12, 16384, 256),
         (13, 512, 4096),
     ):
         x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).bfloat16()
         compare(SPECS[name], x, weights(columns, width), "cuda", True)
+    strided = torch.randn(4, 260, generator=torch.Generator().manual_seed(1)).bfloat16()[:, 3:259]
+    compare(SPECS[name], strided, weights(64, 256), "cuda", True)
 
 
 @pytest.mark.gpu

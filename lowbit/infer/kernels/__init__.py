@@ -10,12 +10,12 @@ from torch import Tensor
 
 Memory = tuple[Tensor, Tensor, Tensor, Tensor]
 """Keys, values [places, Hkv, D] and their scales [places, Hkv] of one layer."""
-PACKED_ROWS = 16
-"""Most rows of x that `packed_product` takes. With more, a BF16 copy of the weight is multiplied as fast."""
+PACKED_ROWS = 64
+"""Most rows of x that `packed_product` takes."""
 PACKED_MULTIPLE = 128
 """What `packed_product` wants the width of x to be a multiple of."""
-PACKED_RUN = {4: 4, 8: 8}
-"""Neighbouring columns whose codes, of so many bits, stand in neighbouring words of 16 bits: see `packed.arranged`."""
+TILE_ROWS = 16
+"""Rows of a packed weight that lie together; what `packed_product` wants their number to be a multiple of."""
 MOST_TOKENS = 1 << 20
 """Largest vocabulary that `draw` takes."""
 
@@ -43,7 +43,7 @@ __all__ = [
     "MOST_TOKENS",
     "PACKED_MULTIPLE",
     "PACKED_ROWS",
-    "PACKED_RUN",
+    "TILE_ROWS",
     "Memory",
     "decode",
     "draw",

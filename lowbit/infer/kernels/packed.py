@@ -6,21 +6,17 @@ At few rows a product is as fast as its weight is read, so reading 4.5 or 8.25 b
 gain. Every code times its block's scale is a BF16 number exactly, so the product is the emulation's (a BF16 copy of W)
 up to the order of its sums; the scale of the tensor or row multiplies the result.
 
-**Unpacking** must cost few instructions a number: at 3 TB/s of 4-bit codes a GPU has about five. A code's bits are put
-where BF16 has exponent and mantissa, which gives the number times a power of two, subnormals included:
+Nothing goes through shared memory: every thread reads its numbers of W as codes, its numbers of x, and multiplies them
+where they are (`lanes`). `packed.arranged` lays codes and scales down so that a thread's come in one read and a warp's
+next to each other, and that the columns of a word of codes are neighbours in x:
 
-    E2M1  s ee m         sign << 15 | (code & 7) << 6           = value x 2**-126
-    E4M3  s eeee mmm     sign << 15 | (code & 127) << 4         = value x 2**-120
+    step     of a warp: 128 columns of 4 bits, 64 of 8
+    codes    [tiles of 16 rows, steps, half, 8 r, 4 j, word, 4 bytes]
+             row 8 half + r, columns 8 (4 word + j) + 0 ... 7 of the step; of 8 bits 4 (4 word + j) + 0 ... 3
+    scales   [tiles, steps, 8 r, 2 groups of j, half, word] of 4 bits, [tiles, steps, 8 r, half, 2] of 8
 
-Two words of 16 bits go through each instruction, in inline assembly (Hopper multiplies pairs of BF16, subnormals
-included); scales of 4-bit codes are multiplied with what takes the power of two back: 2**118 here, 2**8 in the end, for
-2**126 times a scale may be too much. The same in plain Triton is for its interpreter.
-
-A word has two or four numbers; the first ones of all words make one product, the second ones another, and so on, each
-with its columns of x. Codes are arranged so that those columns lie in runs, which are copied to where the tensor core
-reads them with no register touched. W is the left factor, which comes from registers. A program has BN rows of W; since
-that makes fewer programs than a GPU can run where N is small, K is split, too: the program that finishes a tile's last
-part adds all of them, in their order, so that the sum is the same every time.
+The warps of a program share its rows and take the steps in turns; where N makes few programs, several share the steps
+of a tile, and the last to finish adds their parts, in their order, so that the sum is the same every time.
 """
 
 from functools import cache
@@ -31,168 +27,174 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.infer.kernels import PACKED_MULTIPLE, PACKED_ROWS, PACKED_RUN
+from lowbit.infer.kernels import PACKED_MULTIPLE, PACKED_ROWS, TILE_ROWS
+from lowbit.infer.kernels.lanes import (
+    KEEP_4,
+    RESULT_UNIT,
+    STREAM,
+    four_words,
+    halves,
+    mma,
+    prefetch,
+    quarters,
+    scale,
+    two_words,
+)
 
 PROCESSORS = 132
 """Of an H100 or H200."""
 MOST_TILES = 1 << 14
+WARPS = 4
+X_TILE = 8
+AHEAD = 2
+"""Turns by which codes are brought to the L2 cache before they are read."""
 
 
 class Shape(NamedTuple):
-    """How a product is cut. Few warps a program: they never wait for each other, and many programs hide latency."""
+    """How a product is cut."""
 
-    tile: int
-    """Rows of W in a program."""
-    step: int
-    """Numbers of a row that are read at once."""
-    warps: int
-    stages: int
-    programs: int
-    """On a processor at once."""
-
-
-def _shape(bits: int, width: int) -> Shape:
-    """The fastest on an H200 (a sweep over products of 1B and 8B models); no register spills on sm_90."""
-    if bits == 4 and width % 256 == 0:
-        return Shape(tile=32, step=256, warps=2, stages=3, programs=4)
-    return Shape(tile=16, step=128, warps=1, stages=4, programs=8)
+    tiles: int
+    """Tiles of rows of W in a program."""
+    x_tiles: int
+    """Tiles of rows of x."""
+    parts: int
+    """Programs that share the steps of a tile."""
+    steps: int
+    """Steps of a part."""
 
 
-_QUARTERS = """
-{
-.reg .b32 a, b;
-shl.b32 a, $4, 6;  and.b32 a, a, 0x01C001C0;  shl.b32 b, $4, 12;  lop3.b32 a, a, b, 0x80008000, 0xF8;
-mul.rn.bf16x2 $0, a, $5;
-shl.b32 a, $4, 2;  and.b32 a, a, 0x01C001C0;  shl.b32 b, $4, 8;   lop3.b32 a, a, b, 0x80008000, 0xF8;
-mul.rn.bf16x2 $1, a, $5;
-shr.u32 a, $4, 2;  and.b32 a, a, 0x01C001C0;  shl.b32 b, $4, 4;   lop3.b32 a, a, b, 0x80008000, 0xF8;
-mul.rn.bf16x2 $2, a, $5;
-shr.u32 a, $4, 6;  and.b32 a, a, 0x01C001C0;  lop3.b32 a, a, $4, 0x80008000, 0xF8;
-mul.rn.bf16x2 $3, a, $5;
-}
-"""
-_HALVES = """
-{
-.reg .b32 a, b, c;
-mov.b32 c, 0x7B807B80;
-shl.b32 a, $2, 4;  and.b32 a, a, 0x07F007F0;  shl.b32 b, $2, 8;  lop3.b32 a, a, b, 0x80008000, 0xF8;
-mul.rn.bf16x2 $0, a, c;
-shr.u32 a, $2, 4;  and.b32 a, a, 0x07F007F0;  lop3.b32 a, a, $2, 0x80008000, 0xF8;
-mul.rn.bf16x2 $1, a, c;
-}
-"""
-QUARTERS, HALVES = tl.constexpr(_QUARTERS), tl.constexpr(_HALVES)
-SCALE_UNIT, RESULT_UNIT = tl.constexpr(2.0**118), tl.constexpr(2.0**8)
+def shape_of(rows: int, tiles: int, steps: int) -> Shape:
+    """For so many rows of x, tiles of W and steps: enough programs to fill a GPU, each with steps to go on."""
+    x_tiles = triton.next_power_of_2(triton.cdiv(rows, X_TILE))
+    together = 2 if tiles >= 4 * PROCESSORS and x_tiles <= 2 else 1
+    programs = triton.cdiv(tiles, together)
+    parts = max(1, min(4 * PROCESSORS // programs, steps // (2 * WARPS)))
+    each = triton.cdiv(steps, parts)
+    return Shape(together, x_tiles, triton.cdiv(steps, each), each)
 
 
 @triton.jit
-def _e2m1(code, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes in the low 4 bits, int32 -> their numbers."""
-    low = code & 7
-    doubled = tl.where(low < 2, low, (2 | (low & 1)) << tl.maximum((low >> 1) - 1, 0))
-    return (tl.where(code & 8 != 0, -doubled, doubled).to(tl.float32) * 0.5).to(dtype)
+def _codes(data, tile, step, steps, lane, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a thread multiplies in a step: four words of row r and four of row r + 8."""
+    at = data + (tile * steps + step) * 256 + lane * 4
+    a0, a1, a2, a3 = four_words(at, ASM, STREAM)
+    b0, b1, b2, b3 = four_words(at + 128, ASM, STREAM)
+    return a0, a1, a2, a3, b0, b1, b2, b3
 
 
 @triton.jit
-def _e4m3(code, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes, int32 -> their numbers; NaN is not among them."""
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    whole = tl.where(exponent > 0, mantissa + 8, mantissa).to(tl.float32)
-    unit = ((tl.maximum(exponent, 1) + (127 - 10)) << 23).to(tl.float32, bitcast=True)
-    return (tl.where(code & 128 != 0, -whole, whole) * unit).to(dtype)
+def _scales(scales, tile, step, steps, lane, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Their scales, a byte each: a word of row r and one of row r + 8."""
+    if BITS == 4:
+        return two_words(scales + (tile * steps + step) * 32 + lane // 2 * 2, ASM)
+    else:  # noqa: RET505
+        both = tl.load(scales + (tile * steps + step) * 8 + lane // 4)
+        return both, both >> 16
 
 
 @triton.jit
-def _scale_codes(scales, n, block, BLOCKS):  # type: ignore[no-untyped-def]
-    """The bytes of scales of rows n and blocks `block`, int32 [BN, blocks]; beyond the last, its."""
-    block = tl.minimum(block, BLOCKS - 1)
-    return tl.load(scales + n[:, None] * BLOCKS + block[None, :]).to(tl.int32)
+def _multiply(  # type: ignore[no-untyped-def]
+    c0, c1, c2, c3, a, b, scale_a, scale_b, x, BITS: tl.constexpr, ASM: tl.constexpr
+):
+    """Add the product of a word of row r, one of row r + 8 and what is at `x`."""
+    if BITS == 4:
+        x0, x1, x2, x3 = four_words(x, ASM, KEEP_4)
+        u0, u1, u2, u3 = quarters(a, scale_a, ASM)
+        v0, v1, v2, v3 = quarters(b, scale_b, ASM)
+        c0, c1, c2, c3 = mma(c0, c1, c2, c3, u0, v0, u1, v1, x0, x1, ASM)
+        return mma(c0, c1, c2, c3, u2, v2, u3, v3, x2, x3, ASM)
+    else:  # noqa: RET505
+        x0, x1 = two_words(x, ASM)
+        u0, u1 = halves(a, scale_a, ASM)
+        v0, v1 = halves(b, scale_b, ASM)
+        return mma(c0, c1, c2, c3, u0, v0, u1, v1, x0, x1, ASM)
 
 
 @triton.jit
-def _scale(code, E8M0: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What they stand for, FP32; for `QUARTERS` in its unit."""
-    if E8M0:
-        return tl.where(code > 0, code << 23, 1 << 22).to(tl.float32, bitcast=True)
-    scale = _e4m3(code, tl.float32)
-    if ASM:
-        scale = scale * SCALE_UNIT
-    return scale
+def _over_warps(c, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums over the warps of a program: [tiles, x tiles, 32]."""
+    return tl.sum(tl.reshape(c, (c.shape[0], c.shape[1], WARPS, 32)), axis=2)
 
 
 @triton.jit
 def _product_kernel(  # type: ignore[no-untyped-def]
-    x, data, scales, after, y, partial, counters, M, N, K, x_row, part,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
-    AFTER: tl.constexpr, RUN: tl.constexpr,
+    x, data, scales, after, y, partial, counters, M, all_tiles, steps, part, x_row,
+    BITS: tl.constexpr, SCALED: tl.constexpr, TILES: tl.constexpr, X_TILES: tl.constexpr, WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, AFTER: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    tile_n, tile_m = tl.program_id(0) * BN + tl.arange(0, BN).to(tl.int64), tl.arange(0, BM)
-    n, m = tl.minimum(tile_n, N - 1), tl.minimum(tile_m, M - 1)  # so that no load needs a mask
-    PER: tl.constexpr = 16 // BITS  # numbers of a word of 16 bits
-    words = tl.arange(0, BK // PER)
-    packed = data.to(tl.pointer_type(tl.int16)) + n[:, None] * (K // PER)
-    out = tl.zeros((BN, BM), tl.float32)
-    begin, parts = tl.program_id(1) * part, tl.num_programs(1)
-    dtype: tl.constexpr = x.dtype.element_ty
-    if BLOCK > 0:  # one step ahead: single bytes cannot be copied asynchronously, as the data is
-        blocks = tl.arange(0, BK // BLOCK)
-        code = _scale_codes(scales, n, begin // BLOCK + blocks, K // BLOCK)
-    for k in range(begin, tl.minimum(begin + part, K), BK):
-        column = k // PER + words
-        word = tl.load(packed + column[None, :])
-        if BLOCK > 0:
-            scale = _scale(code, BITS == 8, ASM)
-            code = _scale_codes(scales, n, (k + BK) // BLOCK + blocks, K // BLOCK)
-            wide = tl.broadcast_to(scale.to(dtype)[:, :, None], (BN, BK // BLOCK, BLOCK // PER))
-            spread = tl.reshape(wide, (BN, BK // PER))
-        first = x + m[None, :] * x_row + (k + words // RUN * (RUN * PER) + words % RUN)[:, None]
-        x0, x1 = tl.load(first), tl.load(first + RUN)
-        if BITS == 4:
-            if ASM:
-                w0, w1, w2, w3 = tl.inline_asm_elementwise(
-                    QUARTERS, "=r,=r,=r,=r,r,r", [word, spread],
-                    dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-                )  # fmt: skip
+    word = tl.pointer_type(tl.int32)
+    data, scales, x = data.to(word), scales.to(word), x.to(word)
+    NUMBERS: tl.constexpr = 32 // BITS  # of a word of codes; x has half as many words
+    thread = tl.arange(0, 32 * WARPS)[None, None, :]
+    lane, warp = thread % 32, thread // 32
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)[:, None, None]
+    tile = tl.minimum(tile, all_tiles - 1).to(tl.int64)  # so that no read needs a mask
+    x_rows = tl.minimum(tl.arange(0, X_TILES)[None, :, None] * 8 + lane // 4, M - 1)
+    x += x_rows.to(tl.int64) * (x_row // 2) + lane % 4 * (NUMBERS // 2)
+    begin = tl.program_id(1) * part
+    end = tl.minimum(begin + part, steps)
+    c0 = tl.zeros((TILES, X_TILES, 32 * WARPS), tl.float32)
+    c1, c2, c3 = c0, c0, c0
+    step = tl.minimum(begin + warp, end - 1)
+    a0, a1, a2, a3, b0, b1, b2, b3 = _codes(data, tile, step, steps, lane, ASM)
+    s, t = a0, b0
+    if SCALED:
+        s, t = _scales(scales, tile, step, steps, lane, BITS, ASM)
+    for first in range(begin, end, WARPS):
+        far = tl.minimum(first + (1 + AHEAD) * WARPS + warp, end - 1)
+        prefetch(data + (tile * steps + far) * 256 + lane * 8, ASM)
+        there, mine = first + warp < end, step.to(tl.int64)
+        step = tl.minimum(first + WARPS + warp, end - 1)
+        n0, n1, n2, n3, m0, m1, m2, m3 = _codes(data, tile, step, steps, lane, ASM)
+        next_s, next_t = n0, m0
+        if SCALED:
+            next_s, next_t = _scales(scales, tile, step, steps, lane, BITS, ASM)
+        if BITS == 4:  # a warp without a step of its own adds nothing: scales of 0
+            s, t = tl.where(there, s, 0), tl.where(there, t, 0)
+        for w in tl.static_range(4):
+            if SCALED:
+                scale_a, scale_b = scale(s, w * 4 // BITS, BITS, ASM), scale(t, w * 4 // BITS, BITS, ASM)
             else:
-                wide_word = word.to(tl.int32)
-                w0, w1 = _e2m1(wide_word & 15, dtype) * spread, _e2m1((wide_word >> 4) & 15, dtype) * spread
-                w2, w3 = _e2m1((wide_word >> 8) & 15, dtype) * spread, _e2m1((wide_word >> 12) & 15, dtype) * spread
-            x2, x3 = tl.load(first + 2 * RUN), tl.load(first + 3 * RUN)
-            out = tl.dot(w2, x2, out, input_precision="ieee")
-            out = tl.dot(w3, x3, out, input_precision="ieee")
-        else:
-            if ASM:
-                w0, w1 = tl.inline_asm_elementwise(
-                    HALVES, "=r,=r,r", [word], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-                )
-            else:
-                w0, w1 = _e4m3(word.to(tl.int32) & 255, dtype), _e4m3((word.to(tl.int32) >> 8) & 255, dtype)
-            if BLOCK > 0:
-                w0, w1 = w0 * spread, w1 * spread
-        out = tl.dot(w0, x0, out, input_precision="ieee")
-        out = tl.dot(w1, x1, out, input_precision="ieee")
-    inside = (tile_m[None, :] < M) & (tile_n[:, None] < N)
-    at = tile_m[None, :].to(tl.int64) * N + tile_n[:, None]
-    size = tl.cast(M, tl.int64) * N
+                scale_a = tl.full((1, 1, 1), 0x3F803F80, tl.int32) if ASM else tl.full((1, 1, 1), 1.0, tl.float32)
+                scale_b = scale_a
+            if BITS == 8:
+                scale_a, scale_b = tl.where(there, scale_a, 0), tl.where(there, scale_b, 0)
+            c0, c1, c2, c3 = _multiply(
+                c0, c1, c2, c3, (a0, a1, a2, a3)[w], (b0, b1, b2, b3)[w], scale_a, scale_b,
+                x + mine * (8 * NUMBERS) + w * (2 * NUMBERS), BITS, ASM,
+            )  # fmt: skip
+        a0, a1, a2, a3, b0, b1, b2, b3, s, t = n0, n1, n2, n3, m0, m1, m2, m3, next_s, next_t
+
+    # Thread 4 r + j has rows r (c0, c1) and r + 8 (c2, c3) of W, rows 2 j and 2 j + 1 of x
+    above = tl.join(_over_warps(c0, WARPS), _over_warps(c1, WARPS))
+    out = tl.join(above, tl.join(_over_warps(c2, WARPS), _over_warps(c3, WARPS)))  # [TILES, X_TILES, 32, 2, 2]
+    lane = tl.arange(0, 32)[None, None, :, None, None]
+    m = tl.arange(0, X_TILES)[None, :, None, None, None] * 8 + lane % 4 * 2 + tl.arange(0, 2)[None, None, None, :, None]
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)[:, None, None, None, None]
+    n = tile * 16 + lane // 4 + tl.arange(0, 2)[None, None, None, None, :] * 8
+    inside = (m < M) & (tile < all_tiles)
+    place = m.to(tl.int64) * (all_tiles * 16) + n
+    size = tl.cast(M, tl.int64) * (all_tiles * 16)
+    parts = tl.num_programs(1)
     arrived = parts - 1
     if parts > 1:
-        tl.store(partial + tl.program_id(1) * size + at, out, mask=inside)
+        tl.store(partial + tl.program_id(1) * size + place, out, mask=inside)
         tl.debug_barrier()  # all of this program's numbers are there before it is counted
         arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
     if arrived < parts - 1:
         return
     if parts > 1:
         tl.store(counters + tl.program_id(0), 0)
-        out = tl.zeros((BN, BM), tl.float32)
+        out = tl.zeros((TILES, X_TILES, 32, 2, 2), tl.float32)
         for i in range(parts):
-            out += tl.load(partial + i * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+            out += tl.load(partial + i * size + place, mask=inside, other=0.0, cache_modifier=".cg")
     if BITS == 4 and ASM:
         out = out * RESULT_UNIT
     if AFTER == 1:
         out = out * tl.load(after)
     if AFTER == 2:
-        out = out * tl.load(after + n)[:, None]
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+        out = out * tl.load(after + n, mask=inside, other=0.0)
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
 
 
 @cache
@@ -202,33 +204,37 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def packed_product(
-    x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None, bits: int, block: int, asm: bool = True
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    after: Tensor | None,
+    asm: bool = True,
+    out: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x [M, K] W^T -> [M, N] in the type of x.
+    """x [M, K] W^T -> [M, N].
 
     Args:
-        x: BF16 (FP32 in the interpreter), M up to PACKED_ROWS, K a multiple of PACKED_MULTIPLE; the numbers of a row
-            lie next to each other.
-        data: uint8 [N, K * bits / 8], arranged for this kernel (`packed.arranged`).
-        scales: uint8 [N, K / block], E4M3 with 4 bits and E8M0 with 8; None: none.
-        after: FP32 [1, 1] or [N, 1]. bits: 4 (E2M1) or 8 (E4M3). block: 0 where there are no block scales.
-        asm: unpack in inline assembly.
+        x: BF16, M up to PACKED_ROWS, K a multiple of PACKED_MULTIPLE; the numbers of a row lie next to each other.
+        data: uint8 [N / 16, steps, 1024], arranged for this kernel (`packed.arranged`): 4 bits (E2M1) or 8 (E4M3).
+        scales: uint8, E4M3 [N / 16, steps, 128] of blocks of 16, or E8M0 [N / 16, steps, 32] of 32; None: none.
+        after: FP32 [1, 1] or [N, 1].
+        asm: unpack and multiply in inline assembly. out: type of the result.
     """
     rows, width = x.shape
-    columns = data.shape[0]
-    assert 0 < rows <= PACKED_ROWS and x.stride(1) == 1 and width % PACKED_MULTIPLE == 0
-    shape = _shape(bits, width)
-    tiles = triton.cdiv(columns, shape.tile)
-    parts = max(1, min(shape.programs * PROCESSORS // tiles, width // shape.step // 2))
-    part = triton.cdiv(width // shape.step, parts) * shape.step
-    parts = triton.cdiv(width, part)
-    partial = torch.empty(parts if parts > 1 else 0, rows, columns, dtype=torch.float32, device=x.device)
-    y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    _product_kernel[(tiles, parts)](
+    tiles, steps = data.shape[:2]
+    assert 0 < rows <= PACKED_ROWS and width % PACKED_MULTIPLE == 0 and tiles <= MOST_TILES
+    assert x.dtype is torch.bfloat16 and width in (steps * 128, steps * 64)
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # rows are read in pieces of 16 bytes
+        x = x.clone(memory_format=torch.contiguous_format)
+    shape = shape_of(rows, tiles, steps)
+    columns = tiles * TILE_ROWS
+    partial = torch.empty(shape.parts if shape.parts > 1 else 0, rows, columns, dtype=torch.float32, device=x.device)
+    y = torch.empty(rows, columns, dtype=out, device=x.device)
+    _product_kernel[(triton.cdiv(tiles, shape.tiles), shape.parts)](
         x, data, data if scales is None else scales, data if after is None else after, y, partial,
-        _counters(x.device), rows, columns, width, x.stride(0), part,
-        BITS=bits, BLOCK=block, BM=PACKED_ROWS, BN=shape.tile, BK=shape.step, ASM=asm,
-        AFTER=0 if after is None else 1 if after.numel() == 1 else 2, RUN=PACKED_RUN[bits],
-        num_warps=shape.warps, num_stages=shape.stages,
+        _counters(x.device), rows, tiles, steps, shape.steps, x.stride(0),
+        BITS=4 if width == steps * 128 else 8, SCALED=scales is not None, TILES=shape.tiles, X_TILES=shape.x_tiles,
+        WARPS=WARPS, AHEAD=AHEAD, AFTER=0 if after is None else 1 if after.numel() == 1 else 2, ASM=asm,
+        num_warps=WARPS,
     )  # fmt: skip
     return y

@@ -1,0 +1,206 @@
+"""What one thread does of a product with packed weights: reads, unpacks, and its share of a tensor core's tile.
+
+Triton functions on tensors in which **a thread is an element**: the last dimension is the threads of a program, the
+others are its tiles, so that an operation on elements is one of every thread on numbers of its own, in inline assembly
+where that says more. Without it (ASM false) they are plain Triton, for the interpreter; so is the tensor core.
+
+Thread 4 r + j of a warp holds, of the tile of 16 x 16 numbers that `mma.m16n8k16` takes (PTX ISA), rows r and r + 8 in
+four pairs, and of the other factor row r in two. Which columns a pair is of is free, as long as both factors agree.
+
+**Unpacking** must cost few instructions a number: at 3 TB/s of 4-bit codes a GPU has about five. A code's bits are put
+where BF16 has exponent and mantissa, which gives the number times a power of two, subnormals included:
+
+    E2M1  s ee m         sign << 15 | (code & 7) << 6           = value x 2**-126
+    E4M3  s eeee mmm     sign << 15 | (code & 127) << 4         = value x 2**-120
+
+Two go through each instruction (Hopper multiplies pairs of BF16, subnormals included); the scales of 4-bit codes are
+multiplied with what takes the power of two back: 2**118 here, 2**8 in the end, for 2**126 times a scale may be too
+much.
+"""
+
+import triton
+import triton.language as tl
+
+_QUARTERS = """
+{
+.reg .b32 a, b;
+shl.b32 a, $4, 6;  and.b32 a, a, 0x01C001C0;  shl.b32 b, $4, 12;  lop3.b32 a, a, b, 0x80008000, 0xF8;
+mul.rn.bf16x2 $0, a, $5;
+shl.b32 a, $4, 2;  and.b32 a, a, 0x01C001C0;  shl.b32 b, $4, 8;   lop3.b32 a, a, b, 0x80008000, 0xF8;
+mul.rn.bf16x2 $1, a, $5;
+shr.u32 a, $4, 2;  and.b32 a, a, 0x01C001C0;  shl.b32 b, $4, 4;   lop3.b32 a, a, b, 0x80008000, 0xF8;
+mul.rn.bf16x2 $2, a, $5;
+shr.u32 a, $4, 6;  and.b32 a, a, 0x01C001C0;  lop3.b32 a, a, $4, 0x80008000, 0xF8;
+mul.rn.bf16x2 $3, a, $5;
+}
+"""
+_HALVES = """
+{
+.reg .b32 a, b, c;
+mov.b32 c, 0x7B807B80;
+shl.b32 a, $2, 4;  and.b32 a, a, 0x07F007F0;  shl.b32 b, $2, 8;  lop3.b32 a, a, b, 0x80008000, 0xF8;
+mul.rn.bf16x2 a, a, c;  mul.rn.bf16x2 $0, a, $3;
+shr.u32 a, $2, 4;  and.b32 a, a, 0x07F007F0;  lop3.b32 a, a, $2, 0x80008000, 0xF8;
+mul.rn.bf16x2 a, a, c;  mul.rn.bf16x2 $1, a, $3;
+}
+"""
+# A scale twice in a word: E4M3 in the unit of QUARTERS, by two factors since one would be too large; E8M0
+_E4M3_PAIR = """
+{
+.reg .b32 a, b;
+prmt.b32 a, $1, 0, $2;  shl.b32 a, a, 4;
+mov.b32 b, 0x7F007F00;  mul.rn.bf16x2 a, a, b;
+mov.b32 b, 0x77007700;  mul.rn.bf16x2 $0, a, b;
+}
+"""
+_E8M0_PAIR = "{ .reg .b32 a; prmt.b32 a, $1, 0, $2; shl.b32 a, a, 7; max.u32 $0, a, 0x00400040; }"
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+)
+_STREAM = "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
+_KEEP_4 = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+_PREFETCH = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+_KEEP_2 = "ld.global.nc.v2.b32 {$0, $1}, [$2];"
+QUARTERS, HALVES, MMA = tl.constexpr(_QUARTERS), tl.constexpr(_HALVES), tl.constexpr(_MMA)
+E4M3_PAIR, E8M0_PAIR = tl.constexpr(_E4M3_PAIR), tl.constexpr(_E8M0_PAIR)
+STREAM, KEEP_4, KEEP_2 = tl.constexpr(_STREAM), tl.constexpr(_KEEP_4), tl.constexpr(_KEEP_2)
+PREFETCH = tl.constexpr(_PREFETCH)
+RESULT_UNIT = tl.constexpr(2.0**8)
+
+
+@triton.jit
+def four_words(pointer, ASM: tl.constexpr, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 at a pointer and the three behind it, in one read."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            HOW, "=r,=r,=r,=r,l", [pointer], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
+        )
+    else:  # noqa: RET505  (Triton compiles what follows a constant condition, but not its other branch)
+        return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
+
+
+@triton.jit
+def two_words(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ASM:
+        return tl.inline_asm_elementwise(KEEP_2, "=r,=r,l", [pointer], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
+    else:  # noqa: RET505
+        return tl.load(pointer), tl.load(pointer + 1)
+
+
+@triton.jit
+def _e2m1(code):  # type: ignore[no-untyped-def]
+    """Codes in the low 4 bits, int32 -> their numbers, FP32."""
+    low = code & 7
+    doubled = tl.where(low < 2, low, (2 | (low & 1)) << tl.maximum((low >> 1) - 1, 0))
+    return tl.where(code & 8 != 0, -doubled, doubled).to(tl.float32) * 0.5
+
+
+@triton.jit
+def _e4m3(code):  # type: ignore[no-untyped-def]
+    """Codes in the low 8 bits, int32 -> their numbers, FP32; NaN is not among them."""
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    whole = tl.where(exponent > 0, mantissa + 8, mantissa).to(tl.float32)
+    unit = ((tl.maximum(exponent, 1) + (127 - 10)) << 23).to(tl.float32, bitcast=True)
+    return tl.where(code & 128 != 0, -whole, whole) * unit
+
+
+@triton.jit
+def _pair(low, high):  # type: ignore[no-untyped-def]
+    """Two FP32 that are BF16 numbers -> one word."""
+    return ((low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (high.to(tl.int32, bitcast=True) & -65536)
+
+
+@triton.jit
+def _low(word):  # type: ignore[no-untyped-def]
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(word):  # type: ignore[no-untyped-def]
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale(scales, byte: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale in one byte of words: a pair of BF16, for `QUARTERS` in its unit; in plain Triton FP32."""
+    if ASM:
+        selector = 0x4040 + 0x0101 * byte
+        return tl.inline_asm_elementwise(
+            E4M3_PAIR if BITS == 4 else E8M0_PAIR, "=r,r,r", [scales, selector], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505
+        code = (scales >> (8 * byte)) & 255
+        if BITS == 4:
+            return _e4m3(code)
+        else:  # noqa: RET505
+            return tl.where(code > 0, code << 23, 1 << 22).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quarters(word, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Eight codes of 4 bits times their scale: four pairs, in the order of their columns."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            QUARTERS, "=r,=r,=r,=r,r,r", [word, scale],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505
+        return (
+            _pair(_e2m1(word) * scale, _e2m1(word >> 16) * scale),
+            _pair(_e2m1(word >> 4) * scale, _e2m1(word >> 20) * scale),
+            _pair(_e2m1(word >> 8) * scale, _e2m1(word >> 24) * scale),
+            _pair(_e2m1(word >> 12) * scale, _e2m1(word >> 28) * scale),
+        )
+
+
+@triton.jit
+def halves(word, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Four codes of 8 bits times their scale: two pairs."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            HALVES, "=r,=r,r,r", [word, scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:  # noqa: RET505
+        return (
+            _pair(_e4m3(word) * scale, _e4m3(word >> 16) * scale),
+            _pair(_e4m3(word >> 8) * scale, _e4m3(word >> 24) * scale),
+        )
+
+
+@triton.jit
+def mma(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """c + A B of each warp: 16 rows, 8 columns, 16 terms, in the tensor core's arrangement; see the module."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            MMA, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505
+        top0, top1 = _terms(a0, a2, b0, b1, c0)
+        bottom0, bottom1 = _terms(a1, a3, b0, b1, c0)
+        return c0 + top0, c1 + top1, c2 + bottom0, c3 + bottom1
+
+
+@triton.jit
+def _terms(a0, a1, b0, b1, like):  # type: ignore[no-untyped-def]
+    """Eight of the sixteen rows: threads 4 r + j hold row r of A, and row r of B^T, at the columns of j."""
+    tiles: tl.constexpr = like.shape[0]
+    x_tiles: tl.constexpr = like.shape[1]
+    warps: tl.constexpr = like.shape[2] // 32
+    total = tl.zeros((tiles, x_tiles, warps, 8, 8), tl.float32)
+    for a, b in ((a0, b0), (a1, b1)):
+        wide_a = tl.broadcast_to(a, like.shape)
+        wide_b = tl.broadcast_to(b, like.shape)
+        left = tl.reshape(wide_a, (tiles, x_tiles, warps, 8, 1, 4))
+        right = tl.reshape(wide_b, (tiles, x_tiles, warps, 1, 8, 4))
+        total += tl.sum(_low(left) * _low(right) + _high(left) * _high(right), axis=5)
+    pairs = tl.reshape(total, (tiles, x_tiles, warps * 32, 2))  # thread 4 r + j: columns 2 j and 2 j + 1
+    return tl.split(pairs)
+
+
+@triton.jit
+def prefetch(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Have what a pointer is at brought near."""
+    if ASM:
+        tl.inline_asm_elementwise(PREFETCH, "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1)
