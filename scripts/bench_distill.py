@@ -2,6 +2,7 @@
 
     python scripts/bench_distill.py quality OUT KEY=VALUE ...  # a teacher, its caches, a student of each; paired seeds
     python scripts/bench_distill.py speed OUT KEY=VALUE ...    # caching over the teacher's forward; training over CE's
+    python scripts/bench_distill.py speed OUT ... --profile    # and the parts of caching on a GPU, and its kernels
     python scripts/bench_distill.py size OUT CACHE ...         # bytes a position of caches, and at a 128k vocabulary
 
 Settings are those of `lowbit distill` (teacher.path names a trained teacher; else one is trained in OUT/teacher and
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import wall_seconds, write
+from measure import gpu_seconds, show_kernels, wall_seconds, write
 from torch import Tensor
 
 from lowbit.configs.compose import compose_for
@@ -31,6 +32,7 @@ from lowbit.distill import run as distill
 from lowbit.distill.calibration import compare
 from lowbit.distill.codec import Layout, decode
 from lowbit.distill.making import CacheMaker
+from lowbit.distill.noise import Places
 from lowbit.distill.shards import Cache, open_cache
 from lowbit.distill.student import Distillation, describe
 from lowbit.distill.teacher import Teacher, open_teacher
@@ -197,8 +199,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 # Speed --------------------------------------------------------------------------------------------------------
 
+IN_TURN = 8
+"""Micro-batches that are timed together: the device has work while the host prepares the next."""
 
-def speed(config: DistillConfig, out: Path) -> dict[str, Any]:
+
+def speed(config: DistillConfig, out: Path, profile: bool) -> dict[str, Any]:
     """What caching adds to the teacher's forward pass (head included), and distilled steps against plain ones."""
     device = pick_device(config.device)
     config = distill.with_teacher(config, out, ALONE, device)
@@ -210,21 +215,18 @@ def speed(config: DistillConfig, out: Path) -> dict[str, Any]:
         maker = CacheMaker(out / "unused", settings, 1, teacher, data)
         [batch] = maker._loader.next_step()
         maker._loader.close()
-        matrix, tokens = teacher.head_matrix(), batch.tokens.numel()
-
-        def forward(batch: Batch = batch, matrix: Tensor = matrix) -> None:
-            with torch.no_grad():
-                hidden = teacher.hidden(batch.to(device))
-                for rows in token_chunks(len(hidden), default_chunk(device.type, len(matrix))):
-                    _ = hidden[rows] @ matrix.t()
-
-        plain = wall_seconds(forward, device)
-        both = wall_seconds(lambda maker=maker, batch=batch: maker.rows(batch, 0)[0].cpu(), device)
+        tokens = IN_TURN * batch.tokens.numel()
+        plain = wall_seconds(lambda batch=batch: forward(teacher, batch, device), device)
+        both = wall_seconds(lambda maker=maker, batch=batch: cached(maker, batch), device)
         result[f"caching {estimator.value}"] = {
             "forward_tokens_per_second": tokens / plain,
             "caching_tokens_per_second": tokens / both,
             "overhead": both / plain - 1,
         }
+        if profile and device.type == "cuda":
+            result[f"parts {estimator.value}"] = found = parts(maker, batch)
+            print(f"{estimator.value}, ms of a micro-batch:", "  ".join(f"{k} {v:.3f}" for k, v in found.items()))
+            show_kernels(lambda maker=maker, batch=batch: cached(maker, batch, 1), 25)
     tokens = config.cache.tokens or student_tokens(config)
     cache = CacheMaker(out / "cache-speed", config, tokens, teacher, data).make()
     for name, objective in (("ce", NextToken(config.optim.z_loss)), ("distilled", None)):
@@ -243,6 +245,55 @@ def speed(config: DistillConfig, out: Path) -> dict[str, Any]:
     result["reading"] = reading(cache, device)
     write(out / "speed.json", result)
     return result
+
+
+@torch.no_grad()
+def forward(teacher: Teacher, batch: Batch, device: torch.device) -> None:
+    """The teacher's passes over micro-batches, one after the other, logits included."""
+    matrix = teacher.head_matrix()
+    for _ in range(IN_TURN):
+        hidden = teacher.hidden(batch.to(device))
+        for rows in token_chunks(len(hidden), default_chunk(device.type, len(matrix))):
+            _ = hidden[rows] @ matrix.t()
+
+
+def cached(maker: CacheMaker, batch: Batch, count: int = IN_TURN) -> None:
+    """Rows of as many micro-batches, each looked at after the next one was begun, as a shard is made."""
+    before = None
+    for turn in range(count):
+        latest = maker.begin(batch, turn * len(batch.tokens))
+        if before is not None:
+            before.wait()
+        before = latest
+    if before is not None:
+        before.wait()
+
+
+@torch.no_grad()
+def parts(maker: CacheMaker, batch: Batch) -> dict[str, float]:
+    """Milliseconds of a micro-batch on the GPU, part by part; `rest` is what `rows` has beside head, choice, codes."""
+    make, here = maker._row_maker, batch.to(maker._device)
+    hidden, matrix = maker.teacher.hidden(here), make.head.matrix
+    index = torch.arange(len(hidden), device=hidden.device)
+    length = here.tokens.shape[1]
+    places, counted = Places(index // length, index % length), here.weights.flatten() != 0
+
+    def head() -> None:
+        for rows in token_chunks(len(hidden), default_chunk("cuda", len(matrix))):
+            _ = hidden[rows] @ matrix.t()
+
+    found = {
+        "teacher": gpu_seconds(lambda: maker.teacher.hidden(here)),
+        "head": gpu_seconds(head),
+        "rows": gpu_seconds(lambda: make(hidden, here.weights, 0)),
+    }
+    kernels = make._kernels
+    if kernels is not None:
+        chosen = kernels.chosen(hidden, places, matrix)
+        found["choice"] = gpu_seconds(lambda: kernels.chosen(hidden, places, matrix)) - found["head"]
+        found["codes"] = gpu_seconds(lambda: kernels.encoded(chosen, places, counted, len(batch.tokens)))
+        found["rest"] = found["rows"] - found["head"] - found["choice"] - found["codes"]
+    return {name: 1e3 * seconds for name, seconds in found.items()}
 
 
 def reading(cache: Cache, device: torch.device) -> dict[str, float]:
@@ -285,6 +336,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--students", default="full,varopt-16,topk-16,gumbel-16,multinomial-16,varopt-6,topk-6,ce")
     parser.add_argument("--seeds", default="1,2")
+    parser.add_argument("--profile", action="store_true", help="with speed, on a GPU: where caching spends its time")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.what == "size":
@@ -294,7 +346,7 @@ def main() -> None:
     config = compose_for(DISTILL, args.overrides)
     validate_distill(config)
     if args.what == "speed":
-        print(json.dumps(speed(config, args.out), indent=1))
+        print(json.dumps(speed(config, args.out, args.profile), indent=1))
         return
     rows = quality(config, args.out, args.students.split(","), [int(s) for s in args.seeds.split(",")])
     print_quality(rows)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import write
+from measure import show_kernels, write
 
 from lowbit.configs.schema import EngineConfig, MatrixBackend, MlpKind, ModelConfig, OptimConfig, PrecisionConfig
 from lowbit.data.batch import Batch
@@ -106,16 +106,6 @@ def bench(shape: str, recipe: str, graphs: bool, native: bool, kernels: int) -> 
         "first_seconds": round(first, 1),
         "loss": round(loss, 4),
     }
-
-
-def show_kernels(run: Callable[[], Any], count: int) -> None:
-    """Print the kernels that take longest."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    for event in events[:count]:
-        print(f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d} times  {event.key[:90]}")
 
 
 def main() -> None:

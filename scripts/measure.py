@@ -51,6 +51,16 @@ def gpu_seconds(work: Callable[[], object], repeats: int = 20, warm_up: int = 3)
     return statistics.median(times)
 
 
+def show_kernels(run: Callable[[], object], count: int) -> None:
+    """Print the kernels of a call that take longest on the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    for event in events[:count]:
+        print(f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d} times  {event.key[:90]}")
+
+
 def print_table(rows: list[Row]) -> None:
     """Rows as aligned text, numbers to the right; a new heading where the columns change."""
     heading: list[str] = []

@@ -31,7 +31,7 @@ from lowbit.distill.noise import Lane, Noise, Places
 LEVELS_A_NAT = 16
 ZERO = 255
 ENTROPY_BITS, ENTROPY_STEP = 12, 1 / 256
-_CODE_BITS, _WIDTH_BITS = 8, 4
+CODE_BITS, WIDTH_BITS = 8, 4
 _WORD = 32
 
 
@@ -50,7 +50,7 @@ class Layout:
     @property
     def base(self) -> int:
         """Width that the width code 0 stands for."""
-        return max(0, self.id_bits - (1 << _WIDTH_BITS) + 1)
+        return max(0, self.id_bits - (1 << WIDTH_BITS) + 1)
 
     @property
     def count_bits(self) -> int:
@@ -63,12 +63,12 @@ class Layout:
 
     @property
     def header_bits(self) -> int:
-        return self.count_bits + 1 + 2 * _WIDTH_BITS + ENTROPY_BITS
+        return self.count_bits + 1 + 2 * WIDTH_BITS + ENTROPY_BITS
 
     @property
     def most_bits(self) -> int:
         """Bits of the longest possible position."""
-        return self.header_bits + (self.targets + 1) * (self.id_bits + _CODE_BITS)
+        return self.header_bits + (self.targets + 1) * (self.id_bits + CODE_BITS)
 
     def levels(self, device: torch.device | str = "cpu") -> Tensor:
         """FP32 [256]: the weight that each code stands for."""
@@ -139,8 +139,8 @@ def encode(
     header, shift = count if counted is None else torch.where(counted, count, layout.empty), layout.count_bits
     for value, bits in (
         (implied.long(), 1),
-        (coded_width - layout.base, _WIDTH_BITS),
-        (plain_width - layout.base, _WIDTH_BITS),
+        (coded_width - layout.base, WIDTH_BITS),
+        (plain_width - layout.base, WIDTH_BITS),
         (round_entropy(entropy, noise.uniform(places, Lane.ENTROPY, 1)[:, 0]), ENTROPY_BITS),
     ):
         header = header | value << shift
@@ -150,8 +150,8 @@ def encode(
     values = [header[:, None], first[:, None], coded_delta | codes << coded_width[:, None], plain_delta]
     widths = [
         torch.full_like(header, layout.header_bits)[:, None],
-        (implied * (layout.id_bits + _CODE_BITS))[:, None],
-        torch.where(slot < count[:, None], coded_width[:, None] + _CODE_BITS, 0),
+        (implied * (layout.id_bits + CODE_BITS))[:, None],
+        torch.where(slot < count[:, None], coded_width[:, None] + CODE_BITS, 0),
         torch.where(slot < plain.sum(dim=1)[:, None], plain_width[:, None], 0),
     ]
     if counted is not None:
@@ -209,11 +209,11 @@ def decode(layout: Layout, words: Tensor, starts: Tensor, length: int) -> Decode
     there = count != layout.empty
     count = torch.where(there, count, 0)
     implied, header = header & 1 & there, header >> 1
-    wc, header = (header & 15) + layout.base, header >> _WIDTH_BITS
-    wp, h = (header & 15) + layout.base, header >> _WIDTH_BITS
+    wc, header = (header & 15) + layout.base, header >> WIDTH_BITS
+    wp, h = (header & 15) + layout.base, header >> WIDTH_BITS
     plain = (k - count - implied) * there if layout.estimator is Estimator.varopt else torch.zeros_like(count)
-    implied_bits = implied * (layout.id_bits + _CODE_BITS)
-    body = implied_bits + count * (wc + _CODE_BITS) + plain * wp
+    implied_bits = implied * (layout.id_bits + CODE_BITS)
+    body = implied_bits + count * (wc + CODE_BITS) + plain * wp
     at = start + length * layout.header_bits + body.cumsum(dim=1) - body  # [B, T]
 
     slot = torch.arange(k, device=device)
@@ -223,12 +223,12 @@ def decode(layout: Layout, words: Tensor, starts: Tensor, length: int) -> Decode
     is_plain = (slot >= implied + count) & (slot < implied + count + plain)
     offset = torch.where(
         is_coded,
-        (slot - implied) * (wc + _CODE_BITS),
-        torch.where(is_plain, count * (wc + _CODE_BITS) + (slot - implied - count) * wp, 0),
+        (slot - implied) * (wc + CODE_BITS),
+        torch.where(is_plain, count * (wc + CODE_BITS) + (slot - implied - count) * wp, 0),
     )
     offset = torch.where(is_implied, 0, offset + implied_bits[:, :, None])
     bits = torch.where(is_coded, wc, torch.where(is_plain, wp, torch.where(is_implied, layout.id_bits, 0)))
-    field = _field(words, at[:, :, None] + offset, bits + _CODE_BITS)  # [B, T, k]
+    field = _field(words, at[:, :, None] + offset, bits + CODE_BITS)  # [B, T, k]
     value = field & (1 << bits) - 1
     code = field >> bits
 

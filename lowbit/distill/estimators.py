@@ -21,7 +21,7 @@ topk         The k likeliest, a baseline: deterministic, and BIASED towards them
 All work on a chunk of positions (`blocks.Distributions`); the noise of a row is keyed by seed, sample and position.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ from lowbit.distill.noise import Lane, Noise, Places
 from lowbit.errors import ConfigError
 from lowbit.models.lm_head import token_chunks
 
-_MARGIN = 1e-9
+MARGIN = 1e-9
 """Relative slack of comparisons with tau, so that equal logits are treated alike whatever rounding does."""
 
 
@@ -49,6 +49,42 @@ class Kept:
     """int64 [C]: entries with a weight of their own. The others (varopt's tail) share `rest` equally."""
     rest: Tensor
     """FP64 [C]: probability outside the named entries where those are exact (varopt, topk); 0 elsewhere."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Targets of C positions with what else is stored of them."""
+
+    kept: Kept
+    entropy: Tensor
+    """FP64 [C]: of the whole distribution, in nats."""
+    lse: Tensor
+    """FP64 [C]: of the transformed logits; not finite where they are not."""
+
+    @staticmethod
+    def empty(rows: int, targets: int, device: torch.device) -> "Chosen":
+        """Room for targets to be written into."""
+
+        def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        ids, named = numbers(rows, targets, dtype=torch.int64), numbers(rows, dtype=torch.int64)
+        return Chosen(Kept(ids, numbers(rows, targets), named, numbers(rows)), numbers(rows), numbers(rows))
+
+    def __getitem__(self, rows: slice) -> "Chosen":
+        return Chosen(Kept(*(t[rows] for t in vars(self.kept).values())), self.entropy[rows], self.lse[rows])
+
+    def to(self, device: torch.device | str) -> "Chosen":
+        """On another device."""
+        kept = Kept(*(tensor.to(device) for tensor in vars(self.kept).values()))
+        return Chosen(kept, self.entropy.to(device), self.lse.to(device))
+
+    @staticmethod
+    def cat(parts: Sequence["Chosen"]) -> "Chosen":
+        """Chunks put together."""
+        kept = zip(*(vars(part.kept).values() for part in parts), strict=True)
+        entropy, lse = torch.cat([part.entropy for part in parts]), torch.cat([part.lse for part in parts])
+        return Chosen(Kept(*(torch.cat(same) for same in kept)), entropy, lse)
 
 
 Sampler = Callable[[Distributions, int, Noise, Places], Kept]
@@ -82,7 +118,7 @@ def varopt(p: Distributions, k: int, noise: Noise, places: Places) -> Kept:
     before = head.cumsum(dim=1) - head
     left = torch.arange(k, 0, -1, device=head.device, dtype=torch.float64)  # slots left when h = 0, 1, ... are taken
     tau = (1 - before) / left  # [C, k]: the threshold with a head of h = column
-    below = head < tau * (1 - _MARGIN)
+    below = head < tau * (1 - MARGIN)
     below[:, -1] = True  # one slot at least is the tail's; it may have a single item left, drawn with certainty
     named = below.int().argmax(dim=1)  # [C]: the first h whose next item lies below its threshold
     slot = torch.arange(k, device=head.device)

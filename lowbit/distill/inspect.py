@@ -103,7 +103,7 @@ def rescore(cache: Cache, samples: int, seed: int, device: str, teacher_path: st
         batch, stored = data.training_batch(*order.locate(numbers)), cache.read(numbers)
         require_text(cache, numbers, stored, batch)
         words, sizes, _ = maker.rows(batch, first)
-        words, starts = words.to(torch.int32).cpu(), (sizes.cumsum(0) - sizes).cpu()
+        starts = sizes.cumsum(0) - sizes
         pairs = zip(_split(words, starts), _split(stored.words, stored.starts), strict=True)
         same += sum(torch.equal(here, there) for here, there in pairs)
         here = decode(cache.layout, words, starts, cache.length)

@@ -5,7 +5,7 @@ complete; any number of processes, started together or one after the other, shar
 lock (`flock`) is free, and the last to finish writes the manifest. All randomness is keyed by the sample, and batches
 never cross shards, so the bytes do not depend on how many processes there were or how often they were killed.
 
-    hidden = teacher(batch)            a chunk of logits = hidden @ head     a row's targets = estimator(chunk)
+    hidden = teacher(batch)            words = rows(hidden)          file = the words of a shard's micro-batches
 """
 
 import fcntl
@@ -32,10 +32,10 @@ from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Cursor, Loader
 from lowbit.data.storage import folder_lock, remove_leftovers, write_error
-from lowbit.distill.blocks import Distributions
-from lowbit.distill.codec import Layout, encode, pack
-from lowbit.distill.estimators import Kept, check_targets, sampler
-from lowbit.distill.noise import Noise, Places
+from lowbit.distill.codec import Layout
+from lowbit.distill.estimators import check_targets
+from lowbit.distill.noise import Noise
+from lowbit.distill.rows import Head, RowMaker, Rows
 from lowbit.distill.shards import (
     FORMAT,
     MANIFEST,
@@ -60,13 +60,9 @@ from lowbit.distill.shards import (
     write_stamp,
 )
 from lowbit.distill.teacher import Teacher
-from lowbit.errors import ConfigError, DataError, NonFiniteError
-from lowbit.models.lm_head import default_chunk, token_chunks
+from lowbit.errors import ConfigError, DataError
 
 logger = logging.getLogger("lowbit")
-
-_ROWS = 8192
-"""Most positions at once: with a small vocabulary, what is looked at of each weighs more than its logits."""
 
 
 class CacheMaker:
@@ -101,10 +97,9 @@ class CacheMaker:
             "shard_samples": max(1, round(config.shard_tokens / (length * batch))) * batch,
         }
         self.layout: Layout = layout_of(self.identity)
-        self._noise = Noise(config.seed, config.estimator.value)
-        self._sampler = sampler(config.estimator)
-        self._matrix = teacher.head_matrix()  # [padded_vocab, width]
-        self._device = self._matrix.device
+        head = Head(teacher.head_matrix(), teacher.softcap, config.temperature)
+        self._row_maker = RowMaker(self.layout, Noise(config.seed, config.estimator.value), head)
+        self._device = head.matrix.device
         self._loader = Loader(
             dataset,
             seed=config.seed,
@@ -181,13 +176,12 @@ class CacheMaker:
         sizes: list[Tensor] = []
         sums: list[NDArray[np.uint32]] = []
         totals = torch.zeros(len(TOTALS), dtype=torch.float64)
-        for sample in range(first, first + samples, self.config.micro_batch):
-            [batch] = self._loader.next_step()
-            found, size, total = self.rows(batch, sample)
-            words.append(found.to(torch.int32).cpu().numpy().view(np.uint32))
-            sizes.append(size.cpu())
+        for batch, rows in self._in_turn(first, samples):
+            found, size, total = rows.wait()
+            words.append(found.numpy().view(np.uint32))
+            sizes.append(size)
             sums.append(token_checksums(batch))
-            totals += total.cpu()
+            totals += total
         self._loader.close()
         length = self.dataset.sequence_length
         name = shard_name(number)
@@ -206,6 +200,18 @@ class CacheMaker:
             size_bytes / positions,
             positions / (time.perf_counter() - started),
         )
+
+    def _in_turn(self, first: int, samples: int) -> Iterator[tuple[Batch, Rows]]:
+        """A shard's micro-batches and their rows; the next ones are begun before one's are looked at."""
+        before: tuple[Batch, Rows] | None = None
+        for sample in range(first, first + samples, self.config.micro_batch):
+            [batch] = self._loader.next_step()
+            latest = (batch, self.begin(batch, sample))
+            if before is not None:
+                yield before
+            before = latest
+        if before is not None:
+            yield before
 
     def _finish(self, ours: set[int]) -> bool:
         """Write the manifest once all shards are there and good; False when some have to be made again."""
@@ -237,39 +243,19 @@ class CacheMaker:
     # Rows -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def rows(self, batch: Batch, sample: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Targets of a micro-batch (on the CPU) whose first global sample is `sample`.
+    def begin(self, batch: Batch, sample: int) -> Rows:
+        """Targets of a micro-batch (on the CPU) whose first global sample is `sample`, perhaps still being made."""
+        here = batch.to(self._device)
+        return self._row_maker(self.teacher.hidden(here), here.weights, sample)
 
-        Returns words int64 [W], words of each sample [B], and the sums that records keep [4], on the teacher's device.
+    def rows(self, batch: Batch, sample: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, made: words int32 [W], words of each sample int64 [B], the sums that records keep, FP64 [4].
 
         A position whose next token is not learned (weight 0: none there, or not of the answer) keeps an empty row.
 
         Raises: NonFiniteError where the teacher's logits are not finite.
         """
-        size, length = batch.tokens.shape
-        here = batch.to(self._device)
-        hidden = self.teacher.hidden(here)  # [B * T, width]
-        index = torch.arange(size * length, device=self._device)
-        counted = here.weights.flatten() != 0
-        places = Places(sample + index // length, index % length)
-        parts: list[tuple[Kept, Tensor, Tensor]] = []
-        for chunk in token_chunks(size * length, min(_ROWS, default_chunk(self._device.type, len(self._matrix)))):
-            logits = hidden[chunk] @ self._matrix.t()
-            p = Distributions(logits, self.layout.vocab_size, self.teacher.softcap, self.config.temperature)
-            parts.append((self._sampler(p, self.layout.targets, self._noise, places[chunk]), p.entropy, p.lse))
-        kept = Kept(*(torch.cat(same) for same in zip(*(vars(part[0]).values() for part in parts), strict=True)))
-        entropy, lse = torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts])
-        finite = torch.isfinite(lse)
-        if not bool(finite.all()):
-            bad = int((~finite).nonzero()[0])
-            raise NonFiniteError(
-                f"the teacher's logits are not finite at sample {sample + bad // length}, position {bad % length}: "
-                "the shards written so far are good; look at the teacher's precision and checkpoint"
-            )
-        values, widths = encode(self.layout, kept, entropy, self._noise, places, counted)
-        words, sizes = pack(values, widths, size)
-        each = torch.stack([torch.ones_like(lse), entropy, kept.named.double(), kept.rest])
-        return words, sizes, torch.where(counted, each, 0.0).sum(dim=1)
+        return self.begin(batch, sample).wait()
 
 
 @contextmanager

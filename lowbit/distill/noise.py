@@ -50,11 +50,16 @@ class Noise:
     name: str
     """What they are for, so that two estimators with one seed do not share their draws."""
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """The key's two words."""
+        return self.seed & MASK, layer_word(f"distill.{self.name}")
+
     def words(self, places: Places, lane: Lane, count: int) -> Tensor:
         """int64 [C, count]: uniform 32-bit words of each row."""
         device = places.sample.device
         index = torch.arange((count + 3) // 4, device=device)
-        named = (int(lane), self.seed & MASK, layer_word(f"distill.{self.name}"))
+        named = (int(lane), *self.key)
         drawn = _words if device.type == "cpu" else compiled(_words)  # uncompiled, two hundred launches
         words: Tensor = drawn(index, places.sample, places.position, *(torch.full((), n, device=device) for n in named))
         return words[:, :count]
