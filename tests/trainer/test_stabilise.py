@@ -238,7 +238,14 @@ LEG = [PrecisionSwitch(at_step=3, forward="nvfp4", backward="nvfp4")]
 INT8_LEG = [PrecisionSwitch(at_step=3, forward="int8")]
 
 
-@pytest.mark.parametrize("name", ["oscireset", "hysteresis", "outcontrol", "clamp", "statistics"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "oscireset",
+        "clamp",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("hysteresis", "outcontrol", "statistics")),
+    ],
+)
 def test_a_run_that_begins_in_bf16_has_its_stabilisers_when_a_switch_gives_them_something_to_do(
     small: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
