@@ -6,6 +6,7 @@
     python scripts/bench_infer.py transformers                # this engine and `generate` of transformers, batched
     python scripts/bench_infer.py update                      # new weights, in each precision
     python scripts/bench_infer.py profile --rows 64           # kernels of one step, longest first
+    python scripts/bench_infer.py products --rows 1 16 64     # packed NVFP4 weights against BF16, product by product
     python scripts/bench_infer.py rollout --shape small       # seconds, on a CPU: a check of the script, not of speed
 
 A rollout is one call of `sample`: the prompts read, then every row decoded to its full length (no stop id), as many
@@ -18,22 +19,28 @@ the measured speeds of an H200 (docs/RESULTS.md), the prompts' FLOPs added. `of 
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Row, print_table, wall_seconds, write
+from measure import Row, gpu_seconds, print_table, wall_seconds, write
+from torch.nn import functional as F
 
 from lowbit.configs.schema import ModelConfig, PrecisionConfig
+from lowbit.configs.schema_model import head_dim_of
 from lowbit.infer.embedded import EmbeddedSampler
+from lowbit.infer.kernels import PACKED_ROWS
 from lowbit.infer.kv_codec import KvCodec, KvFormat
-from lowbit.infer.packed import FEW_ROWS
+from lowbit.infer.packed import FEW_ROWS, arranged, arranged_scales, product
 from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.cost import kv_cache_bytes_per_token, parameter_parts
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
+from lowbit.quant.quantise import quantise
+from lowbit.quant.spec import NVFP4_46
 from lowbit.quant.stages import resolve
 
 BANDWIDTH, BF16_FLOPS, FP8_FLOPS = 4.28e12, 800e12, 1474e12
@@ -231,6 +238,58 @@ def profiled(args: argparse.Namespace, model: Transformer) -> list[Row]:
     ]
 
 
+COLD = 400e6
+"""Bytes of BF16 weights that products go through in turns: packed, more than the 50 MB that the caches hold."""
+
+
+def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
+    """The products of a block, packed NVFP4 weights against BF16, for every number of rows that the kernel takes."""
+    c, device = model.config, model.head_weight.device
+    inner, keys = c.heads * head_dim_of(c), c.kv_heads * head_dim_of(c)
+    shapes = {
+        "q, k, v": (inner + 2 * keys, c.width),
+        "out": (c.width, inner),
+        "gate, up": (2 * c.mlp_width, c.width),
+        "down": (c.width, c.mlp_width),
+    }
+    found: list[Row] = []
+    for name, (columns, width) in shapes.items():
+        made = quantise(0.02 * torch.randn(columns, width, device=device), NVFP4_46)
+        stored, after, dense = made.pack(), made.after(), made.operand()
+        held = (arranged(stored.data.view(torch.uint8), 4), arranged_scales(stored.scales, 4))
+        copies = max(1, int(COLD / (2 * columns * width))) if device.type == "cuda" else 1
+        plain = [dense.clone() for _ in range(copies)]
+        packed = [tuple(part.clone() for part in held) for _ in range(copies)]
+        for rows in args.rows:
+            x = torch.randn(rows, width, device=device).to(torch.bfloat16)
+            row: Row = {"product": name, "shape": f"{columns} x {width}", "rows": rows}
+            row["bf16 us"] = 1e6 / copies * _seconds(lambda x=x, plain=plain: [F.linear(x, w) for w in plain], device)
+            if device.type == "cuda" and rows <= PACKED_ROWS:
+                work = lambda x=x, packed=packed, after=after: [product(x, *w, after) for w in packed]  # noqa: E731
+                row["packed us"] = 1e6 / copies * _seconds(work, device)
+                row["floor us"] = 1e6 * sum(part.nbytes for part in held) / BANDWIDTH
+                row["over bf16"] = row["bf16 us"] / row["packed us"]
+            found.append(row)
+        print_table(found[-len(args.rows) :])
+        del plain, packed
+        _free()
+    return found
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Time of a call, on a GPU as one graph."""
+    if device.type != "cuda":
+        return wall_seconds(work, device)
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = work()
+    seconds = gpu_seconds(graph.replay)
+    del kept
+    return seconds
+
+
 def _free() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -242,6 +301,7 @@ PARTS = {
     "update": updates,
     "transformers": against_transformers,
     "profile": profiled,
+    "products": products,
 }
 
 
