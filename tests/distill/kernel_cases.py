@@ -192,7 +192,7 @@ def encoded(estimator: Estimator, k: int, vocab: int, device: str, samples: int 
     counted = index % 5 != 3
     words, sizes = pack(*encode(layout, chosen.kept, chosen.entropy, noise, places, counted), samples)
     there = Places(places.sample.to(device), places.position.to(device))
-    encoder = Encoder(layout, layout.levels().double().to(device), 64 if device == "cpu" else 8)
+    encoder = Encoder(layout, layout.levels().double().to(device), 4096 if device == "cpu" else 128)
     key = torch.tensor(noise.key, device=device)
     got, got_sizes = encoder(chosen.to(device), there, key, counted.to(device), samples)
     assert torch.equal(got_sizes.cpu(), sizes), (estimator, k, vocab)

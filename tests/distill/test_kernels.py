@@ -52,6 +52,19 @@ def test_every_case_in_the_interpreter(group: str) -> None:
     interpreted(group)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@NEEDS_TRITON
+def test_they_compile_for_hopper_and_nothing_spills() -> None:
+    script = Path(__file__).with_name("kernel_compile.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 19 and all(int(spilled) == 0 for *_, spilled, _ in lines), done.stdout
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [*QUICK, *MORE])
 def test_on_a_gpu(group: str) -> None:

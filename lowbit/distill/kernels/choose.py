@@ -175,7 +175,7 @@ def _merged(drawn, at, there, ids, weights, K: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _choose_kernel(  # type: ignore[no-untyped-def]
+def choose_kernel(  # type: ignore[no-untyped-def]
     logits, greatest, total, moment, keys, sample, position, key, ids, weights, named_ptr, rest_ptr, entropy_ptr,
     lse_ptr, rows, blocks, row_stride, columns, vocab, softcap, temperature,
     ESTIMATOR: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
@@ -258,16 +258,29 @@ class Chooser:
     tile: int = TILE
     """Blocks of a program of the first pass."""
 
-    @cached_property
+    @property
+    def blocks(self) -> int:
+        """A power of two, and not less than a warp's threads: a running sum over one number ends the compiler."""
+        blocks: int = triton.next_power_of_2(triton.cdiv(self.vocab_size, BLOCK.value))
+        return max(32, blocks)
+
+    @property
     def warps(self) -> int:
         """Of a program: a thread holds at most 16 blocks."""
         return max(1, min(8, self.blocks // 512))
 
-    @property
-    def blocks(self) -> int:
-        """A power of two."""
-        blocks: int = triton.next_power_of_2(triton.cdiv(self.vocab_size, BLOCK.value))
-        return blocks
+    @cached_property
+    def constants(self) -> dict[str, int | bool]:
+        """What the second kernel is compiled for."""
+        return {
+            "ESTIMATOR": _NUMBERS[self.estimator].value,
+            "K": self.targets,
+            "SLOTS": triton.next_power_of_2(self.targets),
+            "BLOCKS": self.blocks,
+            "ROWS": self.rows,
+            "SOFTCAP": self.softcap is not None,
+            "TEMPERED": self.temperature != 1.0,
+        }
 
     def __call__(self, logits: Tensor, places: Places, key: Tensor, out: Chosen) -> None:
         """Targets of logits [C, columns], any floating type, into `out`; key int64 [2]: `Noise.key`.
@@ -281,11 +294,9 @@ class Chooser:
         stats = statistics(logits, self.vocab_size, self.softcap, self.temperature, places, key, gumbel, self.tile)
         kept = out.kept
         assert all(tensor.is_contiguous() for tensor in (*vars(kept).values(), out.entropy, out.lse))
-        _choose_kernel[(triton.cdiv(rows, self.rows),)](
+        choose_kernel[(triton.cdiv(rows, self.rows),)](
             logits, stats[0], stats[1], stats[2], stats[2 + gumbel], places.sample, places.position, key,
             kept.ids, kept.weights, kept.named, kept.rest, out.entropy, out.lse,
             rows, stats.shape[2], logits.stride(0), columns, self.vocab_size, self.softcap or 1.0, self.temperature,
-            ESTIMATOR=_NUMBERS[self.estimator].value, K=self.targets, SLOTS=triton.next_power_of_2(self.targets),
-            BLOCKS=self.blocks, ROWS=self.rows, SOFTCAP=self.softcap is not None, TEMPERED=self.temperature != 1.0,
-            num_warps=self.warps, enable_fp_fusion=False,
+            **self.constants, num_warps=self.warps, enable_fp_fusion=False,
         )  # fmt: skip

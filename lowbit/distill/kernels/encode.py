@@ -9,6 +9,7 @@ The number of words is known to the device alone: the buffer holds the most ther
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -21,8 +22,7 @@ from lowbit.distill.estimators import Chosen
 from lowbit.distill.kernels.numbers import uniform
 from lowbit.distill.noise import Lane, Places
 
-MOST_ID_BITS = 23
-"""A field, id and code, is less than 32 bits long."""
+WARPS = 4
 TOP_CODE = tl.constexpr(ZERO - 1)
 CODE, WIDTH = tl.constexpr(CODE_BITS), tl.constexpr(WIDTH_BITS)
 STEPS_A_NAT, ENTROPY_STEPS = tl.constexpr(LEVELS_A_NAT), tl.constexpr(1 / ENTROPY_STEP)
@@ -62,7 +62,7 @@ def _kinds(slot, named, implied, VAROPT: tl.constexpr, K: tl.constexpr):  # type
 
 
 @triton.jit
-def _fields_kernel(  # type: ignore[no-untyped-def]
+def fields_kernel(  # type: ignore[no-untyped-def]
     ids, weights, named_ptr, rest_ptr, entropy_ptr, sample, position, counted, key, levels, headers, values, offsets,
     lengths, rows, VAROPT: tl.constexpr, EXACT: tl.constexpr, MULTINOMIAL: tl.constexpr, K: tl.constexpr,
     SLOTS: tl.constexpr, PART: tl.constexpr, ID_BITS: tl.constexpr, BASE: tl.constexpr, COUNT_BITS: tl.constexpr,
@@ -123,7 +123,7 @@ def _fields_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_field(words, at, value, there):  # type: ignore[no-untyped-def]
-    """Adds values below 2**32 at bits `at`, int64."""
+    """Adds values of 31 bits at most (an id of the largest vocabulary has 18, a code 8) at bits `at`, int64."""
     shifted = value.to(tl.int64) << (at % 32)
     low, high = shifted & 0xFFFFFFFF, shifted >> 32
     tl.atomic_add(words + at // 32, low.to(tl.int32), there & (low != 0), sem="relaxed")
@@ -131,7 +131,7 @@ def _add_field(words, at, value, there):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scatter_kernel(  # type: ignore[no-untyped-def]
+def scatter_kernel(  # type: ignore[no-untyped-def]
     headers, values, offsets, lengths, ends, starts, words, rows, length, header_bits,
     K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -155,8 +155,28 @@ class Encoder:
     layout: Layout
     levels: Tensor
     """FP64 [256] on the device."""
-    rows: int = 8
-    """Rows of a program."""
+    entries: int = 128
+    """Entries of a program: rows times the power of two that holds a row's. With more, registers spill."""
+
+    @cached_property
+    def constants(self) -> dict[str, int]:
+        """What both kernels are compiled for."""
+        slots = triton.next_power_of_2(self.layout.targets)
+        return {"K": self.layout.targets, "SLOTS": slots, "ROWS": max(1, self.entries // max(16, slots))}
+
+    @cached_property
+    def field_constants(self) -> dict[str, int | bool]:
+        """What the first one is compiled for besides."""
+        layout, estimator = self.layout, self.layout.estimator
+        return {
+            "VAROPT": estimator is Estimator.varopt,
+            "EXACT": estimator in (Estimator.varopt, Estimator.topk),
+            "MULTINOMIAL": estimator is Estimator.multinomial,
+            "PART": min(self.constants["SLOTS"], 16),
+            "ID_BITS": layout.id_bits,
+            "BASE": layout.base,
+            "COUNT_BITS": layout.count_bits,
+        }
 
     def __call__(
         self, chosen: Chosen, places: Places, key: Tensor, counted: Tensor, samples: int
@@ -166,27 +186,23 @@ class Encoder:
         Args:
             key: int64 [2], `Noise.key`. counted: bool [C], as in `codec.encode`.
         """
-        layout, k, kept = self.layout, self.layout.targets, chosen.kept
+        layout, kept = self.layout, chosen.kept
         rows, device = len(chosen.lse), chosen.lse.device
         length = rows // samples
         headers, lengths = torch.empty(2, rows, dtype=torch.int32, device=device)
-        values, offsets = torch.empty(2, rows, k, dtype=torch.int32, device=device)
+        values, offsets = torch.empty(2, rows, layout.targets, dtype=torch.int32, device=device)
         words = torch.zeros(samples * -(-length * layout.most_bits // 32) + 1, dtype=torch.int32, device=device)
-        estimator, slots = layout.estimator, triton.next_power_of_2(k)
-        grid = (triton.cdiv(rows, self.rows),)
-        _fields_kernel[grid](
+        grid = (triton.cdiv(rows, self.constants["ROWS"]),)
+        fields_kernel[grid](
             kept.ids, kept.weights, kept.named, kept.rest, chosen.entropy, places.sample, places.position,
             counted.view(torch.uint8), key, self.levels, headers, values, offsets, lengths, rows,
-            VAROPT=estimator is Estimator.varopt, EXACT=estimator in (Estimator.varopt, Estimator.topk),
-            MULTINOMIAL=estimator is Estimator.multinomial, K=k, SLOTS=slots, PART=min(slots, 16),
-            ID_BITS=layout.id_bits, BASE=layout.base, COUNT_BITS=layout.count_bits, ROWS=self.rows,
-            num_warps=4, enable_fp_fusion=False,
+            **self.constants, **self.field_constants, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         ends = lengths.view(samples, length).cumsum(dim=1, dtype=torch.int64)
         sizes = (ends[:, -1] + (length * layout.header_bits + 31)) // 32
         starts = sizes.cumsum(0) - sizes
-        _scatter_kernel[grid](
+        scatter_kernel[grid](
             headers, values, offsets, lengths, ends, starts, words, rows, length, layout.header_bits,
-            K=k, SLOTS=slots, ROWS=self.rows, num_warps=4,
+            **self.constants, num_warps=WARPS,
         )  # fmt: skip
         return words, sizes

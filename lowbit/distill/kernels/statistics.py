@@ -18,7 +18,7 @@ TILE, WARPS = 64, 4
 
 
 @triton.jit
-def _statistics_kernel(  # type: ignore[no-untyped-def]
+def statistics_kernel(  # type: ignore[no-untyped-def]
     logits, greatest, total, moment, keys, sample, position, key, count, blocks, row_stride, columns, vocab,
     softcap, temperature, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, GUMBEL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def statistics(
     count = rows * blocks
     assert count < 1 << 31
     if count:
-        _statistics_kernel[(triton.cdiv(count, tile),)](
+        statistics_kernel[(triton.cdiv(count, tile),)](
             logits, out[0], out[1], out[2], out[2 + gumbel], places.sample, places.position, key, count, blocks,
             logits.stride(0), columns, vocab_size, softcap or 1.0, temperature,
             SOFTCAP=softcap is not None, TEMPERED=temperature != 1.0, GUMBEL=gumbel, TILE=tile, num_warps=WARPS,

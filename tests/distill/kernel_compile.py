@@ -1,0 +1,80 @@
+"""Compiles the kernels for compute capability 9.0, on a machine that need not have a GPU, and prints what they take.
+
+A line a kernel: name, vocabulary, targets, registers a thread, bytes of a thread's memory that spilled registers use,
+instructions.
+"""
+
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lowbit.configs.schema_distill import Estimator
+from lowbit.distill.codec import Layout
+from lowbit.distill.kernels import choose, encode, statistics
+from lowbit.distill.kernels.choose import Chooser
+from lowbit.distill.kernels.encode import Encoder
+
+TYPES = {
+    **dict.fromkeys(("greatest", "total", "moment", "keys"), "*fp32"),
+    **dict.fromkeys(("sample", "position", "key", "ids", "named_ptr", "ends", "starts"), "*i64"),
+    **dict.fromkeys(("weights", "rest_ptr", "entropy_ptr", "lse_ptr", "levels"), "*fp64"),
+    **dict.fromkeys(("headers", "values", "offsets", "lengths", "words"), "*i32"),
+    **dict.fromkeys(("softcap", "temperature"), "fp32"),
+    "logits": "*bf16",
+    "counted": "*u8",
+}
+SIXTEENS = ("rows", "row_stride", "columns", "vocab", "blocks", "count", "length")
+"""Arguments that are multiples of sixteen here."""
+
+
+def show(kernel: Any, constants: dict[str, Any], warps: int, label: str) -> None:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
+    divisible = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name in SIXTEENS
+    }
+    source = ASTSource(
+        kernel, signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=divisible
+    )
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage, code = (
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    spilled = len(re.findall(r"\bSTL\b", code))
+    count = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s", code, re.M))
+    print(kernel.__name__, label, registers[1], spilled, count)
+
+
+def main() -> None:
+    for gumbel in (False, True):
+        constants = {"SOFTCAP": False, "TEMPERED": False, "GUMBEL": gumbel, "TILE": statistics.TILE}
+        show(statistics.statistics_kernel, constants, statistics.WARPS, "gumbel" if gumbel else "plain")
+    sizes = ((16_384, 16), (257, 1), (257, 255), (128_256, 16), (262_144, 16))
+    for estimator in Estimator:
+        for vocab, k in sizes if estimator is Estimator.varopt else sizes[:1]:
+            chooser = Chooser(estimator, k, vocab)
+            label = f"{estimator.value} {vocab} {k}"
+            show(choose.choose_kernel, chooser.constants, chooser.warps, label)
+            encoder = Encoder(Layout(estimator, k, vocab), torch.empty(0))
+            show(encode.fields_kernel, encoder.constants | encoder.field_constants, encode.WARPS, label)
+    show(encode.scatter_kernel, encoder.constants, encode.WARPS, "16")
+
+
+if __name__ == "__main__":
+    main()
