@@ -19,13 +19,16 @@ the measured speeds of an H200 (docs/RESULTS.md), the prompts' FLOPs added. `of 
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from measure import Row, gpu_seconds, print_table, wall_seconds, write
+from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.configs.schema import ModelConfig, PrecisionConfig
@@ -170,7 +173,7 @@ def updates(args: argparse.Namespace, model: Transformer) -> list[Row]:
         for share in (True, False):
             policy = None if precision == "bf16" else resolve(PrecisionConfig(sampler=precision))
             sampler = EmbeddedSampler(model, None, policy, slots=1, share=share)
-            seconds = wall_seconds(lambda s=sampler: s.update(weights.items()), sampler.device, args.repeats)
+            seconds = wall_seconds(partial(sampler.update, weights.items()), sampler.device, args.repeats)
             found.append({"precision": precision, "shared": str(share), "update ms": 1e3 * seconds})
             del sampler
             _free()
@@ -197,7 +200,8 @@ def against_transformers(args: argparse.Namespace, model: Transformer) -> list[R
         max_position_embeddings=config.max_sequence,
     )
     with device:
-        theirs = Qwen3ForCausalLM(twin).to(model.compute_dtype).eval()
+        theirs: Any = Qwen3ForCausalLM(twin)
+    theirs = theirs.to(model.compute_dtype).eval()
     prompts = [list(r.prompt) for r in load.requests(0) for _ in range(load.group)]
     tokens = torch.tensor(prompts, device=device)
     settings = {
@@ -229,9 +233,9 @@ def profiled(args: argparse.Namespace, model: Transformer) -> list[Row]:
         sampler.sample(load.requests(1), SamplingConfig(), seed=1)
         if sampler.device.type == "cuda":
             torch.cuda.synchronize()
-    events = profile.key_averages()
-    time = (lambda e: e.self_device_time_total) if sampler.device.type == "cuda" else (lambda e: e.self_cpu_time_total)
-    events = sorted(events, key=time, reverse=True)[:25]
+    time = attrgetter(f"self_{'device' if sampler.device.type == 'cuda' else 'cpu'}_time_total")
+    averages: Any = profile
+    events = sorted(averages.key_averages(), key=time, reverse=True)[:25]
     return [
         {"ms a step": 1e-3 * time(e) / load.new, "calls a step": e.count / load.new, "kernel": e.key[:90]}
         for e in events
@@ -259,14 +263,14 @@ def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
         held = (arranged(stored.data.view(torch.uint8), 4), arranged_scales(stored.scales, 4))
         copies = max(1, int(COLD / (2 * columns * width))) if device.type == "cuda" else 1
         plain = [dense.clone() for _ in range(copies)]
-        packed = [tuple(part.clone() for part in held) for _ in range(copies)]
+        packed = [(held[0].clone(), held[1].clone()) for _ in range(copies)]
         for rows in args.rows:
             x = torch.randn(rows, width, device=device).to(torch.bfloat16)
             row: Row = {"product": name, "shape": f"{columns} x {width}", "rows": rows}
-            row["bf16 us"] = 1e6 / copies * _seconds(lambda x=x, plain=plain: [F.linear(x, w) for w in plain], device)
+            row["bf16 us"] = 1e6 / copies * _seconds(partial(_each, partial(F.linear, x), plain), device)
             if device.type == "cuda" and rows <= PACKED_ROWS:
-                work = lambda x=x, packed=packed, after=after: [product(x, *w, after) for w in packed]  # noqa: E731
-                row["packed us"] = 1e6 / copies * _seconds(work, device)
+                ours = [partial(product, x, codes, scales, after) for codes, scales in packed]
+                row["packed us"] = 1e6 / copies * _seconds(partial(_each, _call, ours), device)
                 row["floor us"] = 1e6 * sum(part.nbytes for part in held) / BANDWIDTH
                 row["over bf16"] = row["bf16 us"] / row["packed us"]
             found.append(row)
@@ -274,6 +278,14 @@ def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
         del plain, packed
         _free()
     return found
+
+
+def _each(work: Callable[[Any], Tensor], given: Sequence[Any]) -> list[Tensor]:
+    return [work(one) for one in given]
+
+
+def _call(work: Callable[[], Tensor]) -> Tensor:
+    return work()
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

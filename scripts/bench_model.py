@@ -22,12 +22,15 @@ and through flash attention's kernel for sequences of varying lengths; and plain
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from measure import print_table, wall_seconds, write
+from torch import Tensor
 
 from lowbit.configs.compose import compose
 from lowbit.configs.schema import AttentionKernel, ModelConfig, MoeConfig
@@ -103,8 +106,8 @@ def attention_cases(small: bool, gpu: bool = True) -> list[Case]:
 def experts_cases(small: bool) -> list[Case]:
     """Dense models, and mixtures that multiply each token with as many weights."""
     if small:
-        moe = replace(SMALL, name="tiny experts", moe=MoeConfig(experts=8, top_k=2, expert_width=64))
-        pairs = [(moe, 1, 256)]
+        few = replace(SMALL, name="tiny experts", moe=MoeConfig(experts=8, top_k=2, expert_width=64))
+        pairs = [(few, 1, 256)]
     else:
         fine = MoeConfig(experts=64, top_k=8, expert_width=1024)
         wide = ModelConfig(name="64 experts", layers=8, width=2048, heads=16, kv_heads=4, moe=fine)
@@ -182,17 +185,24 @@ def kernels(small: bool, device: torch.device, steps: int) -> list[dict[str, Any
         sizes = [(batch, heads, length, config.width // config.heads) for heads in (config.heads, config.kv_heads)]
         q, k, v = (torch.randn(sizes[i], device=device, dtype=dtype).requires_grad_() for i in (0, 1, 1))
         seed = torch.randn_like(q)
-        ways = {("causal", "plain"): lambda q=q, k=k, v=v: attention(q, k, v, None)}
+        ways = {("causal", "plain"): partial(attention, q, k, v, None)}
         for mean in (length, length // 4, length // 32):
             rule, name = random_documents(batch, length, mean).with_ends().to(device), f"documents of {mean}"
             mask = prepare_mask(rule, batch, length, device)
-            ways[name, "mask"] = lambda q=q, k=k, v=v, mask=mask: attention(q, k, v, mask)
+            ways[name, "mask"] = partial(attention, q, k, v, mask)
             if device.type == "cuda":
                 mask = prepare_mask(rule, batch, length, device, varlen=True)
-                ways[name, "varlen"] = lambda q=q, k=k, v=v, mask=mask: attention(q, k, v, mask)
+                ways[name, "varlen"] = partial(attention, q, k, v, mask)
         causal_ms = 0.0
         for (name, way), forward in ways.items():
-            work = lambda forward=forward, q=q, k=k, v=v, seed=seed: torch.autograd.grad(forward(), (q, k, v), seed)  # noqa: E731
+
+            def work(
+                forward: Callable[[], Tensor] = forward,
+                inputs: tuple[Tensor, ...] = (q, k, v),
+                seed: Tensor = seed,
+            ) -> object:
+                return torch.autograd.grad(forward(), inputs, seed)
+
             milliseconds = wall_seconds(work, device, steps, warm_up=3) * 1e3
             causal_ms = causal_ms or milliseconds
             rows.append({"row": name, "way": way, "shape": f"{batch} x {length}", "ms": round(milliseconds, 3)})

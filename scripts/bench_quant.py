@@ -13,7 +13,8 @@ variants take turns, so that clocks and heat are the same for all; inputs are no
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ Pass = Callable[[int], tuple[Tensor, ...]]
 
 GPU = torch.device("cuda")
 TARGET_SIZES = ((2048, 8192), (4096, 14336))
-TABLE_SIZES = ((512, 512), (512, 2048), (1024, 1024), (1024, 4096), (1280, 1280), (1280, 5120), (2048, 2048))
-TABLE_SIZES += ((2048, 8192), (4096, 4096))
+TABLE_SIZES = (
+    *((512, 512), (512, 2048), (1024, 1024), (1024, 4096), (1280, 1280), (1280, 5120)),
+    *((2048, 2048), (2048, 8192), (4096, 4096)),
+)
 PRESET = {"tensor": "fp8_tensor", "row": "fp8_row", "block": "fp8_block"}
 SETS = 3
 
@@ -106,7 +109,8 @@ class Case:
 
         def layer(x: Tensor) -> Tensor:
             with te.autocast(enabled=True, recipe=built):
-                return linear(x)
+                y: Tensor = linear(x)
+                return y
 
         return self.of(layer, linear.weight)
 
@@ -119,7 +123,7 @@ def medians(passes: dict[str, Callable[[int], Any]], rounds: int = 5, each: int 
             run(turn)
     for _ in range(rounds):
         for name, run in passes.items():
-            events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(each)]
+            events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(each)]  # type: ignore[no-untyped-call]
             run(0)
             for turn, (start, end) in enumerate(events):
                 start.record()
@@ -170,9 +174,9 @@ def bench_layer(tokens: int, width: int, out: int) -> list[dict[str, Any]]:
     for name, run in passes.items():
         found_once = run(0)
         from_bf16[name] = off(found_once, reference)
-        scales = next((s for s in emulated if s in name.replace("current", "tensor")), None)
-        from_emulated[name] = None if scales is None else off(found_once, emulated[scales])
-    found = medians(passes)  # type: ignore[arg-type]
+        kind = next((s for s in emulated if s in name.replace("current", "tensor")), None)
+        from_emulated[name] = None if kind is None else off(found_once, emulated[kind])
+    found = medians(passes)
     rows = []
     for name, ms in found.items():
         rows.append(
@@ -203,9 +207,7 @@ def bench_parts(tokens: int, width: int, out: int) -> list[dict[str, Any]]:
         read = sets[0].element_size() * r * c
         one = torch.ones(1, 1, device=GPU)
         by_row, by_column = torch.ones(r, 1, device=GPU), torch.ones(c, 1, device=GPU)
-        jobs: dict[str, tuple[Callable[[int], Any], int]] = {
-            "amax": (lambda turn, sets=sets: largest(sets[turn % SETS]), read)
-        }
+        jobs: dict[str, tuple[Callable[[int], Any], int]] = {"amax": (partial(_in_turn, sets, largest), read)}
         for kind, m, mt in (
             ("tensor", one, one),
             ("row", by_row, by_column),
@@ -213,9 +215,7 @@ def bench_parts(tokens: int, width: int, out: int) -> list[dict[str, Any]]:
             ("square", none, none),
         ):
             for both in (False, True):
-                job = lambda turn, sets=sets, m=m, mt=mt, kind=kind, both=both: fp8_codes(  # noqa: E731
-                    sets[turn % SETS], m, mt, kind, True, both
-                )
+                job = partial(_in_turn, sets, partial(_codes, m, mt, kind, both))
                 jobs[f"codes {kind}{' both ways' if both else ''}"] = job, read + r * c * (2 if both else 1)
         found = medians({key: job for key, (job, _) in jobs.items()}, rounds=2)
         for key, (_, moved) in jobs.items():
@@ -223,6 +223,15 @@ def bench_parts(tokens: int, width: int, out: int) -> list[dict[str, Any]]:
             rows.append({"part": f"{name} {key}", "ms": round(found[key], 4), "tb_s": round(rate, 2)})
     rows += _bench_products(case)
     return rows
+
+
+def _in_turn(sets: Sequence[Tensor], work: Callable[[Tensor], Any], turn: int) -> Any:
+    """Work on the input set of this turn."""
+    return work(sets[turn % SETS])
+
+
+def _codes(m: Tensor, mt: Tensor, kind: str, both: bool, x: Tensor) -> Any:
+    return fp8_codes(x, m, mt, kind, True, both)
 
 
 def _bench_products(case: Case) -> list[dict[str, Any]]:
@@ -236,18 +245,22 @@ def _bench_products(case: Case) -> list[dict[str, Any]]:
     jobs: dict[str, Callable[[int], Any]] = {}
     for product, (left, right, dtype) in shapes.items():
         a, b = left.bfloat16().contiguous(), right.bfloat16().contiguous().t()
-        jobs[f"{product} BF16"] = lambda turn, a=a, b=b: a @ b
+        jobs[f"{product} BF16"] = partial(_whatever_turn, partial(torch.matmul, a, b))
         for scales in filter(usable, PRESET):
             policy = getattr(PRESETS[PRESET[scales]], product)
             backend = NATIVE["fp8"]
             factors = backend.factor(left, policy.left.spec), backend.factor(right, policy.right.spec)
             for fast in (True, False) if scales != "block" else (False,):
                 name = f"{product} {scales}{' fast' if fast else ''}"
-                jobs[name] = lambda turn, f=factors, t=dtype, q=fast, m=backend.multiply: m(*f, t, None, q)
+                jobs[name] = partial(_whatever_turn, partial(backend.multiply, *factors, dtype, None, fast))
     for name, ms in medians(jobs, rounds=3).items():
         tflops = 2 * case.tokens * case.width * case.out / ms / 1e9
         rows.append({"part": name, "ms": round(ms, 4), "tflops": round(tflops)})
     return rows
+
+
+def _whatever_turn(work: Callable[[], Any], turn: int) -> Any:
+    return work()
 
 
 def bench_table(tokens: int) -> list[dict[str, Any]]:
@@ -258,7 +271,7 @@ def bench_table(tokens: int) -> list[dict[str, Any]]:
         passes: dict[str, Pass] = {"bf16": case.bf16()}
         for scales in filter(usable, PRESET):
             passes[scales] = case.ours(bind(PRESETS[PRESET[scales]], "fp8", "fp8", "fp8"), case.weight)
-        found = medians(passes)  # type: ignore[arg-type]
+        found = medians(passes)
         for scales in list(passes)[1:]:
             speedup = round(found["bf16"] / found[scales], 2)
             rows.append({"scales": scales, "in": width, "out": out, "tokens": tokens, "speedup": speedup})

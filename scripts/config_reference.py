@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import sys
 import typing
+from enum import EnumType
 from pathlib import Path
 
 from lowbit.configs import schema
@@ -94,10 +95,11 @@ def sections(cls: type, key: str, texts: dict[str, dict[str, str]]) -> list[str]
             inside += sections(typing.cast(type, inner), path, texts)
             continue
         meaning = [texts[cls.__name__].get(name, "")]
-        if isinstance(inner, type) and inner.__name__ in texts:  # an enumeration: its own words
+        if isinstance(inner, EnumType) and inner.__name__ in texts:  # its own words
             choices = texts[inner.__name__]
             meaning.append(choices[""])
-            meaning += [f"`{choice}`: {choices[choice]}" for choice in inner if choice in choices]
+            members: list[str] = list(inner)
+            meaning += [f"`{choice}`: {choices[choice]}" for choice in members if choice in choices]
         default = show(plain(getattr(example, name)))
         cells = [f"`{path}`", accepted(hint), f"`{default}`" if default else "empty", " ".join(filter(None, meaning))]
         lines.append("| " + " | ".join(" ".join(c.split()).replace("|", "\\|") for c in cells) + " |")
@@ -117,11 +119,12 @@ def presets() -> list[str]:
     return [*lines, ""]
 
 
-def stage(command: str, config: type[RunConfig], texts: dict[str, dict[str, str]]) -> list[str]:
+def stage(command: str, config: type, texts: dict[str, dict[str, str]]) -> list[str]:
     """The page's part about what another command takes besides a run's keys."""
     lines = [f"## `lowbit {command}`", "", f"{texts[config.__name__]['']} Its presets are `{command}=CHOICE`.", ""]
+    common: type = RunConfig
     for name, hint in fields_of(config).items():
-        if name not in fields_of(RunConfig):
+        if name not in fields_of(common):
             lines += sections(hint, name, texts)
     return lines
 

@@ -49,7 +49,8 @@ class Block(nn.Module):
         x = x + self.out(y.transpose(1, 2).reshape(b, t, -1))
         h = self.norm2(x)
         h = F.silu(self.gate(h)) * self.up(h) if self.gate is not None else F.relu(self.up(h)).square()
-        return x + self.down(h)
+        out: Tensor = x + self.down(h)
+        return out
 
 
 class ReferenceGPT(nn.Module):
@@ -77,7 +78,8 @@ class ReferenceGPT(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, mask, cos, sin)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def forward(
         self, tokens: Tensor, targets: Tensor, weights: Tensor, start: Tensor, limit: Tensor, position: Tensor
