@@ -22,13 +22,14 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit.comm.flat import cut, end_to_end, write_back
 from lowbit.comm.noise import Noise
@@ -62,6 +63,28 @@ def load_deepspeed(device_type: str) -> ModuleType:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module
+
+
+@contextmanager
+def weights_unread() -> Iterator[None]:
+    """Tensors as text are their shapes in here.
+
+    At stage 3 DeepSpeed writes its arguments, all weights included, into a message that it does not print: seconds for
+    a large model, and once in some hundreds of times torch 2.13 failed at it on one rank, for which the others waited.
+    """
+
+    def shape_of(tensor: Tensor, *_: Any, **__: Any) -> str:
+        return f"{type(tensor).__name__}{list(tensor.shape)}"
+
+    kinds: tuple[Any, ...] = (Tensor, nn.Parameter)
+    shown = [kind.__repr__ for kind in kinds]
+    for kind in kinds:
+        kind.__repr__ = shape_of
+    try:
+        yield
+    finally:
+        for kind, was in zip(kinds, shown, strict=True):
+            kind.__repr__ = was
 
 
 def check_version(version: str) -> None:

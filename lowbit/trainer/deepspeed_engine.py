@@ -16,6 +16,7 @@ Checkpoints are whole tensors by name (`trainer/shards.py`), so a run may go on 
 processes, or in one process.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit.comm.deepspeed import load_deepspeed, zero_config
+from lowbit.comm.deepspeed import load_deepspeed, weights_unread, zero_config
 from lowbit.configs.schema import CommKind, RunConfig
 from lowbit.data.batch import Batch
 from lowbit.models.block import Block
@@ -62,6 +63,7 @@ class DeepSpeedEngine:
 
     def __init__(self, model: Transformer, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
         """`model` has its first weights already, the same on every rank."""
+        gc.collect()  # an earlier engine's cycles: now, rather than in whichever thread it would happen
         deepspeed = ranks.together(lambda: load_deepspeed(device.type))  # machines may have different ones
         self.model = model
         self.device = device
@@ -81,7 +83,7 @@ class DeepSpeedEngine:
         self._loss = _Loss(model)
         self._prepare_blocks(deepspeed, config)
         self._ds: Any
-        with self._own.hidden() if self._own is not None else nullcontext():
+        with self._own.hidden() if self._own is not None else nullcontext(), weights_unread():
             self._optimizer = ClientOptimizer(model, config.optim, sharded=self.stage > 0)
             self._ds, *_ = deepspeed.initialize(
                 model=self._loss, optimizer=self._optimizer, config=self._settings(config), dist_init_required=False
