@@ -26,6 +26,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -40,6 +41,18 @@ BROKEN_SECONDS = 15.0
 GRACE_SECONDS = 5.0
 WAITING_IN = ("torch/distributed/", "lowbit/trainer/distributed.py", "lowbit/comm/collective.py")
 """Files that are on the stack of a main thread that waits for other ranks."""
+
+
+class _Place(NamedTuple):
+    """A place in the program, without its frame: who holds another thread's frame frees that thread's variables."""
+
+    file: str
+    line: int
+    function: str
+
+    @classmethod
+    def of(cls, frame: FrameType, line: int) -> "_Place":
+        return cls(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 @dataclass
@@ -185,16 +198,16 @@ class Watch:
         with self._post_lock:
             stack = self._stack()
             self._beat.count += 1
-            self._beat.waiting = any(part in f.f_code.co_filename for f, _ in stack for part in WAITING_IN)
+            self._beat.waiting = any(part in place.file for place in stack for part in WAITING_IN)
             self._beat.at = _describe(stack)
             self._store.set(f"beat/{self._rank}", json.dumps(asdict(self._beat)))
 
-    def _stack(self) -> list[tuple[FrameType, int]]:
-        """The main thread's frames and their lines, innermost first; once an error ends it, where that was raised."""
+    def _stack(self) -> list[_Place]:
+        """Where the main thread is, innermost first; once an error ends it, where that was raised."""
         if self._ended is not None:
-            return list(traceback.walk_tb(self._ended))[::-1]
+            return [_Place.of(*at) for at in traceback.walk_tb(self._ended)][::-1]
         frame = sys._current_frames().get(self._main or 0)
-        return list(traceback.walk_stack(frame)) if frame is not None else []
+        return [] if frame is None else [_Place.of(*at) for at in traceback.walk_stack(frame)]
 
     def _look(self) -> None:
         """Read the others' posts and judge."""
@@ -271,13 +284,12 @@ class Watch:
         self._found.set()
 
 
-def _describe(stack: list[tuple[FrameType, int]]) -> str:
+def _describe(stack: list[_Place]) -> str:
     """The innermost place in this package, else the innermost place at all."""
-    ours = [place for place in stack if "/lowbit/" in place[0].f_code.co_filename]
     if not stack:
         return "?"
-    frame, line = (ours or stack)[0]
-    return f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
+    place = next((place for place in stack if "/lowbit/" in place.file), stack[0])
+    return f"{Path(place.file).name}:{place.line} {place.function}"
 
 
 def _machine() -> str:

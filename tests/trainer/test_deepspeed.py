@@ -3,8 +3,10 @@
 import re
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -229,6 +231,31 @@ def test_a_rank_that_waits_for_an_exchange_does_not_hang(monkeypatch: pytest.Mon
     exchange.set_result(None)
     waiter.join()
     assert second.failure is not None and second.failure.startswith("rank 1 (") and "hangs" in second.failure
+
+
+def test_the_watch_keeps_nothing_of_the_main_thread_alive() -> None:
+    """Neither in the post nor while it is on its way: what a function held is gone when it has returned."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    class SlowStore:
+        def set(self, *_: str) -> None:
+            posting.set()
+            done.wait(10)
+
+    def function() -> None:
+        tensor = torch.ones(3)
+        held.append(weakref.ref(tensor))
+        thread.start()
+        posting.wait(10)
+
+    posting, done = threading.Event(), threading.Event()
+    slow = Watch(cast(HashStore, SlowStore()), 0, 2, 60)
+    thread = threading.Thread(target=slow._post)
+    function()
+    assert held[0]() is None
+    done.set()
+    thread.join()
+    assert "test_deepspeed.py" in slow._beat.at or "threading.py" in slow._beat.at
 
 
 def test_the_watch_is_patient_where_it_was_told_to_be() -> None:
