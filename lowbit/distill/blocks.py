@@ -61,7 +61,9 @@ class Distributions:
         return z.double() - self.lse[:, None]
 
     def largest(self, count: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities FP64 and ids [C, count] of the likeliest, in falling order, equal ones by rising id."""
+        """Log-probabilities FP64 and ids [C, count] of the likeliest, in falling order, equal ones by rising id;
+        of more equal ones than there is room for, any.
+        """
         z, ids = largest(self.block_max, self.gather, count)
         return z.double() - self.lse[:, None], ids.clamp_(max=self.vocab_size - 1)
 

@@ -19,6 +19,7 @@ topk         The k likeliest, a baseline: deterministic, and BIASED towards them
              positions). Useful for losses that are not linear in p, with the rest of the mass in one bucket.
 
 All work on a chunk of positions (`blocks.Distributions`); the noise of a row is keyed by seed, sample and position.
+They define what is kept; on a GPU `kernels.choose` does the same in two launches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
