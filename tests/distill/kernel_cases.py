@@ -232,7 +232,7 @@ def average(device: str, draws: int = 1200, cases: tuple[tuple[str, int], ...] =
 
 
 def averages(device: str) -> None:
-    average(device, 4000, tuple((teacher, k) for teacher in TEACHERS for k in (4, 16)))
+    average(device, 2000, tuple((teacher, k) for teacher in TEACHERS for k in (4, 16)))
 
 
 def checked(device: str) -> None:
