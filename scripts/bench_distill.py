@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +217,8 @@ def speed(config: DistillConfig, out: Path, profile: bool) -> dict[str, Any]:
         [batch] = maker._loader.next_step()
         maker._loader.close()
         tokens = IN_TURN * batch.tokens.numel()
-        plain = wall_seconds(lambda batch=batch: forward(teacher, batch, device), device)
-        both = wall_seconds(lambda maker=maker, batch=batch: cached(maker, batch), device)
+        plain = wall_seconds(partial(forward, teacher, batch, device), device)
+        both = wall_seconds(partial(cached, maker, batch), device)
         result[f"caching {estimator.value}"] = {
             "forward_tokens_per_second": tokens / plain,
             "caching_tokens_per_second": tokens / both,
@@ -226,7 +227,7 @@ def speed(config: DistillConfig, out: Path, profile: bool) -> dict[str, Any]:
         if profile and device.type == "cuda":
             result[f"parts {estimator.value}"] = found = parts(maker, batch)
             print(f"{estimator.value}, ms of a micro-batch:", "  ".join(f"{k} {v:.3f}" for k, v in found.items()))
-            show_kernels(lambda maker=maker, batch=batch: cached(maker, batch, 1), 25)
+            show_kernels(partial(cached, maker, batch, 1), 25)
     tokens = config.cache.tokens or student_tokens(config)
     cache = CacheMaker(out / "cache-speed", config, tokens, teacher, data).make()
     for name, objective in (("ce", NextToken(config.optim.z_loss)), ("distilled", None)):
