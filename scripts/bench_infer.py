@@ -43,8 +43,8 @@ from lowbit.models.cost import kv_cache_bytes_per_token, parameter_parts
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
 from lowbit.quant.quantise import quantise
+from lowbit.quant.resolve import resolve
 from lowbit.quant.spec import NVFP4_46
-from lowbit.quant.stages import resolve
 
 BANDWIDTH, BF16_FLOPS, FP8_FLOPS = 4.28e12, 800e12, 1474e12
 VOCAB = 32_768

@@ -25,7 +25,7 @@ from lowbit.data.batch import Batch
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import apply_policy, clocks, set_clock
 from lowbit.quant.backends.choose import Chooser
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 from lowbit.trainer.engine import LocalEngine
 from lowbit.trainer.objective import NextToken
 

@@ -55,7 +55,7 @@ from lowbit.configs.schema_rl import Correction, RlConfig
 from lowbit.configs.validate_rl import validate_rl
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.models.transformer import Transformer
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 from lowbit.rl.batches import drawn_index, pack_conversations
 from lowbit.rl.objective import read_logprobs
 from lowbit.rl.precision import trainer_precision

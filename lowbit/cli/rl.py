@@ -44,7 +44,7 @@ def _task() -> "Task":
 
     def check(config: Any) -> None:
         from lowbit.infer.precision import check_sampler
-        from lowbit.quant.stages import resolve
+        from lowbit.quant.resolve import resolve
 
         validate_rl(config)
         check_sampler(resolve(config.precision))

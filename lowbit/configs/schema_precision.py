@@ -1,6 +1,6 @@
 """Settings of the precision: what each matrix product computes in, when that changes, and what keeps it stable.
 
-`lowbit.quant.stages` turns them into a policy for each stage of a model's life; presets are `precision/*.yaml`.
+`lowbit.quant.resolve` turns them into a policy for each stage of a model's life; presets are `precision/*.yaml`.
 """
 
 from dataclasses import dataclass, field

@@ -42,7 +42,7 @@ from lowbit.infer.sampling import SamplingConfig
 from lowbit.infer.slots import Drawn, Group, Noise, Row, Slots, groups_of
 from lowbit.infer.weights import HeldWeights
 from lowbit.models.transformer import Transformer
-from lowbit.quant.stages import PrecisionPolicy
+from lowbit.quant.resolve import PrecisionPolicy
 
 CPU_BLOCK, GPU_BLOCK = 16, 64
 """Tokens of a block."""

@@ -25,8 +25,8 @@ from lowbit.quant.backends.choose import Chooser
 from lowbit.quant.grouped import LowbitGroupedLinear
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.policy import LinearPolicy, Signs
+from lowbit.quant.resolve import PrecisionPolicy, Role
 from lowbit.quant.spec import Outer, QuantSpec
-from lowbit.quant.stages import PrecisionPolicy, Stage
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -91,7 +91,7 @@ def shadow(
         _plain(made)
         backend = MatrixBackend.auto if native else MatrixBackend.emulated
         chooser = Chooser.on(device, model.compute_dtype, backend, check=native)
-        apply_policy(made, policy, seed=0, stage=Stage.sampler, chooser=chooser)
+        apply_policy(made, policy, seed=0, role=Role.sampler, chooser=chooser)
     return made
 
 

@@ -23,7 +23,7 @@ from lowbit.errors import CheckpointError, ConfigError, LowbitError
 from lowbit.infer.precision import check_sampler
 from lowbit.pipeline.identity import tokenizer_digest, weights_of
 from lowbit.pipeline.manifest import Manifest, Record, State
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 from lowbit.rl.tasks import fingerprint, make_task
 from lowbit.trainer.files import METRICS
 from lowbit.trainer.hardware import compute_dtype, pick_device

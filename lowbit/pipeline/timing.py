@@ -27,7 +27,7 @@ from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.cost import flops_per_token
 from lowbit.models.lm_head import lm_head_nll
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 from lowbit.rl.task_run import run_config
 from lowbit.rl.tasks import Split, make_task
 from lowbit.trainer.engine import LocalEngine

@@ -27,7 +27,7 @@ from lowbit.quant.linear import LowbitLinear, check_shape
 from lowbit.quant.philox import MASK, layer_word, make_clock, make_key
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.report import NATIVE, PolicyReport, collapse, report
-from lowbit.quant.stages import PrecisionPolicy, Stage, StagePolicy
+from lowbit.quant.resolve import PrecisionPolicy, Role, StagePolicy
 
 BLOCKS = "blocks."
 """Where the layers are that a policy speaks of."""
@@ -94,7 +94,7 @@ def report_policy(
     *,
     dtype: str,
     device: str,
-    stage: Stage = Stage.training,
+    role: Role = Role.training,
     chooser: Chooser | None = None,
     plain: str = NATIVE,
 ) -> PolicyReport:
@@ -103,7 +103,7 @@ def report_policy(
     Args: see `apply_policy`. Raises: ConfigError, as `bound`.
     """
     layers = candidates(model)
-    phases = [bound(phase, layers, chooser or Chooser()) for phase in policy.phases(stage)]
+    phases = [bound(phase, layers, chooser or Chooser()) for phase in policy.phases(role)]
     policies, remarks = phases[0]
     return report(policies, dtype, device, plain, remarks)
 
@@ -115,11 +115,11 @@ def apply_policy(
     seed: int,
     dtype: str = "bf16",
     device: str = "",
-    stage: Stage = Stage.training,
+    role: Role = Role.training,
     chooser: Chooser | None = None,
     plain: str = NATIVE,
 ) -> PolicyReport:
-    """Exchange the layers of a model that is on its device already; the stage's first phase is in force.
+    """Exchange the layers of a model that is on its device already; the first phase of the role is in force.
 
     Args:
         seed: of the run, 0..2**63-1; what the noise is keyed by.
@@ -130,7 +130,7 @@ def apply_policy(
     """
     layers = candidates(model)
     chooser = chooser or Chooser()
-    phases = [bound(phase, layers, chooser) for phase in policy.phases(stage)]
+    phases = [bound(phase, layers, chooser) for phase in policy.phases(role)]
     chosen = [name for name in layers if any(policies[name].quantised for policies, _ in phases)]
     kind = TeLinear if chooser.wanted is MatrixBackend.te else LowbitLinear
     _require_distinct([noise for name in chosen for noise in _noise_names(name, layers[name])])

@@ -15,7 +15,7 @@ from lowbit.configs.stored import load_config
 from lowbit.errors import CheckpointError
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.kv_codec import KvFormat
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 from lowbit.rl.prompts import Prompts
 from lowbit.rl.rewards import RewardPool
 from lowbit.rl.rollout import Collector, check_prompts

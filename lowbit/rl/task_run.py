@@ -24,7 +24,7 @@ from lowbit.infer.elsewhere import Elsewhere
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.kv_codec import KvFormat
 from lowbit.models.adapters import merged_weights
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 from lowbit.rl.examine import marks, problems
 from lowbit.rl.precision import trainer_precision
 from lowbit.rl.producer import Weights

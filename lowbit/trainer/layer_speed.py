@@ -22,7 +22,7 @@ from lowbit.quant.linear_products import linear_products
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.report import collapse
-from lowbit.quant.stages import Stage, resolve
+from lowbit.quant.resolve import Role, resolve
 from lowbit.trainer.engine import wants_compile
 from lowbit.trainer.hardware import compute_dtype, device_name
 from lowbit.trainer.precision import on_meta
@@ -58,7 +58,7 @@ def layer_speeds(config: RunConfig, device: torch.device) -> list[LayerSpeed]:
     layers = candidates(on_meta(config, dtype))
     chooser = Chooser.on(device, dtype, config.precision.backend, check=True)
     kinds: dict[tuple[int, int, LinearPolicy], list[str]] = {}
-    for phase in resolve(config.precision).phases(Stage.training):
+    for phase in resolve(config.precision).phases(Role.training):
         for name, policy in bound(phase, layers, chooser)[0].items():
             layer = layers[name]
             if policy.quantised and not isinstance(layer, GroupedLinear):

@@ -25,7 +25,7 @@ from lowbit.models.cost import (
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import assign, candidates
 from lowbit.quant.memory import low_bit_memory
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 from lowbit.trainer.zero_plan import zero_memory
 
 RESERVE = 1_000_000_000

@@ -37,9 +37,9 @@ from lowbit.quant.kernels import ops
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
 from lowbit.quant.report import EMULATED, NATIVE, PolicyReport, report
+from lowbit.quant.resolve import PrecisionPolicy, Role, StagePolicy, describe, resolve
 from lowbit.quant.spec import FOUR_OVER_SIX
 from lowbit.quant.stabilisers.masters import block_counts
-from lowbit.quant.stages import PrecisionPolicy, Stage, StagePolicy, describe, resolve
 from lowbit.trainer.hardware import compute_dtype, device_name, fast_bf16
 from lowbit.trainer.schedule import decaying
 from lowbit.trainer.stabilise import Stabilisers
@@ -55,9 +55,9 @@ def check_precision(config: RunConfig) -> None:
         raise ConfigError("precision.backend=te: Transformer Engine's layers run uncompiled: set engine.compile=off")
     model = on_meta(config, torch.float32)
     layers = candidates(model)
-    for stage in Stage:
-        phases = [assign(phase, layers) for phase in policy.phases(stage)]
-        if stage is Stage.training:
+    for role in Role:
+        phases = [assign(phase, layers) for phase in policy.phases(role)]
+        if role is Role.training:
             _check_stabilisers(config.precision, layers, phases)
     apply_policy(model, policy, seed=0)
     Stabilisers(config.precision, model)
@@ -155,7 +155,7 @@ def describe_precision(
     slow: why the quantisers have no kernels on this device, if they have none.
     """
     head = f"precision {config.precision.name} on {report.device}"
-    if not any(phase.quantised for stage in Stage for phase in policy.phases(stage)):
+    if not any(phase.quantised for role in Role for phase in policy.phases(role)):
         return [f"{head}: {report.dtype.upper()} in every layer, {report.runs}"]
     lines = [f"{head}, quantised products {report.runs}:" if report.quantised else f"{head}:"]
     lines += [f"  {line}" for line in report.table().splitlines()]
@@ -165,12 +165,12 @@ def describe_precision(
         lines += [f"  {line}" for line in then.table().splitlines()[:-1]]
     if slow is not None:
         lines.append(f"no kernels quantise here, but PyTorch's operators, some thirty times slower: {slow}")
-    if not any(policy.phases(stage)[0].quantised for stage in (Stage.sampler, Stage.trainer)):
+    if not any(policy.phases(role)[0].quantised for role in (Role.sampler, Role.trainer)):
         return lines
-    for stage in (Stage.sampler, Stage.trainer):
-        words = describe(policy.phases(stage)[0].default)
-        parts = ("fprop",) if stage is Stage.sampler else ("fprop", "dgrad", "wgrad")
-        lines.append(f"RL {stage}: " + ", ".join(f"{part} {words[part]}" for part in parts))
+    for role in (Role.sampler, Role.trainer):
+        words = describe(policy.phases(role)[0].default)
+        parts = ("fprop",) if role is Role.sampler else ("fprop", "dgrad", "wgrad")
+        lines.append(f"RL {role}: " + ", ".join(f"{part} {words[part]}" for part in parts))
     return lines
 
 
@@ -222,7 +222,7 @@ class RunPrecision:
         for switch, then in zip(self.policy.switches, later, strict=True):
             found.append({"when": switch.when, "change": switch.label} | then.as_dict())
         if sampler:
-            stage = self.policy.phases(Stage.sampler)[0]
+            stage = self.policy.phases(Role.sampler)[0]
             got = _report_of(stage, self.report, self.model, self.chooser, self._plain).as_dict()
             rows = [row | {"runs": "", "backend": ""} for row in got["rows"] if row["product"] == "fprop"]
             found.append({"when": "the sampler", "change": ""} | got | {"rows": rows, "remarks": []})

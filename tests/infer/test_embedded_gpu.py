@@ -13,7 +13,7 @@ from lowbit.infer.requests import Request, Sample
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 
 pytestmark = pytest.mark.gpu
 WIDE: dict[str, object] = {"width": 128, "heads": 4, "kv_heads": 2, "mlp_width": 256, "max_sequence": 192}

@@ -24,7 +24,7 @@ from lowbit.infer.weights import HeldWeights
 from lowbit.models.layers import weights_and_state
 from lowbit.quant.apply import candidates
 from lowbit.quant.linear import LowbitLinear
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 REQUESTS = [Request((1, 2, 3), 0, 12, 3), Request(tuple(range(18)), 1, 10, 2)]

@@ -164,7 +164,7 @@ def test_an_engine_that_packs_is_one_that_does_not(name: str, monkeypatch: pytes
     from lowbit.infer.embedded import EmbeddedSampler
     from lowbit.infer.requests import Request
     from lowbit.infer.sampling import SamplingConfig
-    from lowbit.quant.stages import resolve
+    from lowbit.quant.resolve import resolve
 
     monkeypatch.setattr(packed, "PAYING", (4, 8))
     model = model_of(torch.bfloat16, width=256, heads=4, kv_heads=2, mlp_width=512, init_std=0.05).cuda()

@@ -17,7 +17,7 @@ from lowbit.quant.apply import apply_policy, candidates
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.linear_products import weight_factors
 from lowbit.quant.presets import PRESETS
-from lowbit.quant.stages import Stage, resolve
+from lowbit.quant.resolve import Role, resolve
 
 SPANNING = ["fp8_tensor", "nvfp4_nvidia", "nvfp4_quartet2"]
 """By the formats' definitions: one scale for the whole activation tensor."""
@@ -27,7 +27,7 @@ REQUESTS = [Request(tuple(range(1, 15)), 0, 20, 3), Request((6,), 1, 30, 2), Req
 def _trainer(model: Transformer, precision: PrecisionConfig) -> Transformer:
     """The same weights in the RL trainer's stage."""
     made = shadow(model, None, own=True)
-    apply_policy(made, resolve(precision), seed=0, stage=Stage.trainer)
+    apply_policy(made, resolve(precision), seed=0, role=Role.trainer)
     return made
 
 

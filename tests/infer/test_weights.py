@@ -16,7 +16,7 @@ from lowbit.infer.sampling import SamplingConfig
 from lowbit.infer.weights import fingerprint
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 
 REQUESTS = [Request((1, 2, 3, 4, 5), 0, 10, 3), Request((6,), 1, 10)]
 PRECISIONS = ["bf16", "nvfp4", "nvfp4_w4a16", "mxfp8", "fp8_row", "int8"]

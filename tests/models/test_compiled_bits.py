@@ -7,7 +7,7 @@ from torch import Tensor
 from lowbit.configs.schema import ModelConfig, PrecisionConfig
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import apply_policy
-from lowbit.quant.stages import Stage, resolve
+from lowbit.quant.resolve import Role, resolve
 
 SHAPE = ModelConfig(layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, max_sequence=64, qk_norm=True, init_std=0.1)
 
@@ -18,7 +18,7 @@ def passes(precision: str | None, device: str, compiled: bool) -> dict[str, Tens
     model.init_weights(1)
     model.to(device)
     if precision is not None:
-        apply_policy(model, resolve(PrecisionConfig(forward=precision)), seed=1, stage=Stage.training)
+        apply_policy(model, resolve(PrecisionConfig(forward=precision)), seed=1, role=Role.training)
     if compiled:
         model.compile_blocks()
     tokens = torch.randint(0, 100, (2, 64), generator=torch.Generator().manual_seed(2)).to(device)

@@ -15,7 +15,7 @@ from lowbit.models.low_rank import LowRank, low_rank_sum
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import apply_policy
 from lowbit.quant.linear import LowbitLinear
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 
 TINY = ModelConfig(layers=2, width=32, heads=2, kv_heads=1, mlp_width=48, max_sequence=32)
 TOKENS = torch.arange(24).view(2, 12) % 17

@@ -16,7 +16,7 @@ from lowbit.quant.philox import make_key
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
 from lowbit.quant.report import PolicyReport, collapse
-from lowbit.quant.stages import Stage, resolve
+from lowbit.quant.resolve import Role, resolve
 
 SMALL = ModelConfig(layers=4, width=32, heads=2, kv_heads=1, mlp_width=48, max_sequence=64)
 
@@ -27,8 +27,8 @@ def transformer(config: ModelConfig = SMALL) -> Transformer:
     return model
 
 
-def applied(model: Transformer, seed: int = 1, stage: Stage = Stage.training, **settings: Any) -> PolicyReport:
-    return apply_policy(model, resolve(PrecisionConfig(**settings)), seed=seed, dtype="fp32", stage=stage)
+def applied(model: Transformer, seed: int = 1, role: Role = Role.training, **settings: Any) -> PolicyReport:
+    return apply_policy(model, resolve(PrecisionConfig(**settings)), seed=seed, dtype="fp32", role=role)
 
 
 def policies(model: Transformer) -> dict[str, LinearPolicy]:
@@ -142,15 +142,15 @@ def test_a_model_is_exchanged_once() -> None:
         applied(model, forward="nvfp4")
 
 
-def test_stages_of_reinforcement_learning() -> None:
+def test_roles_in_reinforcement_learning() -> None:
     rules = [PrecisionRule(r"blocks\.0\..*", "mxfp8")]
-    for stage, default, special in (
-        (Stage.training, PRESETS["nvfp4"], PRESETS["mxfp8"]),
-        (Stage.sampler, LinearPolicy(PRESETS["nvfp4"].fprop), LinearPolicy(PRESETS["mxfp8"].fprop)),
-        (Stage.trainer, LinearPolicy(PRESETS["nvfp4"].fprop), LinearPolicy(PRESETS["mxfp8"].fprop)),
+    for role, default, special in (
+        (Role.training, PRESETS["nvfp4"], PRESETS["mxfp8"]),
+        (Role.sampler, LinearPolicy(PRESETS["nvfp4"].fprop), LinearPolicy(PRESETS["mxfp8"].fprop)),
+        (Role.trainer, LinearPolicy(PRESETS["nvfp4"].fprop), LinearPolicy(PRESETS["mxfp8"].fprop)),
     ):
         model = transformer()
-        applied(model, stage=stage, forward="nvfp4", backward="nvfp4", rules=rules)
+        applied(model, role=role, forward="nvfp4", backward="nvfp4", rules=rules)
         found = policies(model)
         assert found["blocks.0.mlp.up"] == special and found["blocks.1.mlp.up"] == default
 

@@ -23,7 +23,7 @@ from lowbit.quant.linear_products import linear_products
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 
 COUNTS = (0, 1, 31, 33, 0, 150, 128, 0)
 CLOCK = make_clock(4, 1)

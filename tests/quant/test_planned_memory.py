@@ -26,9 +26,9 @@ from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import apply_policy, assign, candidates
 from lowbit.quant.memory import low_bit_memory
 from lowbit.quant.presets import PRESETS
+from lowbit.quant.resolve import resolve
 from lowbit.quant.stabilisers.masters import whole_masters
 from lowbit.quant.stabilisers.oscireset import OsciReset
-from lowbit.quant.stages import resolve
 from lowbit.trainer.plan import low_bit_phases, plan
 
 DENSE = ModelConfig(layers=2, width=128, heads=4, kv_heads=2, mlp_width=384, max_sequence=256)

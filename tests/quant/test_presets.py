@@ -23,8 +23,8 @@ from lowbit.errors import ConfigError
 from lowbit.quant.formats import ELEMENT_FORMATS
 from lowbit.quant.policy import Alignment, LinearPolicy
 from lowbit.quant.presets import PRESETS
+from lowbit.quant.resolve import Role, describe, resolve
 from lowbit.quant.spec import SPECS, VARIANTS, Outer, Rounding, Scale
-from lowbit.quant.stages import Stage, describe, resolve
 
 BF16 = ("BF16", "BF16", 0, "fresh")
 
@@ -109,8 +109,8 @@ def test_each_recipe_is_a_choice_of_the_group(name: str) -> None:
     assert bool(policy.rules) == (name == "nvfp4_nvidia")
 
 
-@pytest.mark.parametrize("stage", Stage)
-def test_nvfp4_mlp_is_the_mlps_behind_the_first_block(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", Role)
+def test_nvfp4_mlp_is_the_mlps_behind_the_first_block(stage: Role) -> None:
     """In each stage the same layers, so that sampler and trainer are one function."""
     policy = resolve(composed("precision=nvfp4_mlp").precision).phases(stage)[0]
     names = [f"blocks.{i}.{layer}" for i in (0, 1, 11) for layer in ("attention.q", "attention.out", "mlp.down")]
@@ -302,7 +302,7 @@ def test_switches_change_products_apart_and_later_ones_win() -> None:
     ]
     assert len(policy.phases()) == 6 and policy.phases()[0] == policy.training()
     assert policy.phases(active=(True, True, True)) == [policy.training((True, True, True))]
-    assert policy.phases(Stage.sampler) == [policy.sampler]
+    assert policy.phases(Role.sampler) == [policy.sampler]
 
 
 TIMES = [(4, 0.4, False), (5, 0.5, False), (8, 0.8, True), (9, 0.9, True)]

@@ -21,7 +21,7 @@ from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.adapters import MARK, adapt, adapted, merged, merged_weights
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import apply_policy
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 from lowbit.rl.run import train
 from lowbit.trainer.checkpoint import CheckpointStore
 from lowbit.trainer.exported import export, open_weights

@@ -17,7 +17,7 @@ from lowbit.configs.schema_rl import RlConfig
 from lowbit.configs.validate_rl import validate_rl
 from lowbit.errors import ConfigError
 from lowbit.infer.precision import check_sampler
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 
 QUICK = ["rl=quick", "device=cpu", "logging.every_steps=1", "task.examine=16", "deterministic=true"]
 

@@ -296,10 +296,10 @@ def test_layers_that_stay_in_high_precision_do_so_on_both_sides(config: RlConfig
 
 
 def test_precision_of_the_trainer_by_default() -> None:
-    from lowbit.quant.stages import Stage, resolve
+    from lowbit.quant.resolve import Role, resolve
     from lowbit.rl.precision import trainer_precision
 
     given = PrecisionConfig(forward="mxfp8", backward="mxfp8", sampler="nvfp4")
     made = resolve(trainer_precision(given)).training().default
-    assert made == resolve(given).phases(Stage.trainer)[0].default
+    assert made == resolve(given).phases(Role.trainer)[0].default
     assert made.fprop.quantised and not made.dgrad.quantised and not made.wgrad.quantised

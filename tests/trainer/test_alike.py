@@ -15,7 +15,7 @@ from lowbit.quant.apply import report_policy
 from lowbit.quant.backends import fp8, selftest
 from lowbit.quant.backends.base import Device
 from lowbit.quant.backends.choose import Chooser
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 from lowbit.trainer.alike import require_alike
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.run import pretrain_on

@@ -30,7 +30,7 @@ from lowbit.quant.apply import apply_policy, candidates, clocks, set_clock
 from lowbit.quant.grouped import LowbitGroupedLinear
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.presets import PRESETS
-from lowbit.quant.stages import resolve
+from lowbit.quant.resolve import resolve
 from lowbit.trainer.objective import NextToken, run_objective
 from lowbit.trainer.optim import build_optimizer
 from lowbit.trainer.run import pretrain

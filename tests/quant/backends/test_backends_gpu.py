@@ -24,8 +24,8 @@ from lowbit.quant.policy import EMULATED, LinearPolicy
 from lowbit.quant.presets import PRESETS, product
 from lowbit.quant.quantise import quantise
 from lowbit.quant.quantised import Quantised
+from lowbit.quant.resolve import resolve
 from lowbit.quant.spec import QuantSpec
-from lowbit.quant.stages import resolve
 
 pytestmark = pytest.mark.gpu
 

@@ -23,8 +23,8 @@ from lowbit.quant.backends.selftest import Trial, difference
 from lowbit.quant.policy import LinearPolicy
 from lowbit.quant.presets import PRESETS
 from lowbit.quant.quantised import Quantised
+from lowbit.quant.resolve import resolve
 from lowbit.quant.spec import QuantSpec
-from lowbit.quant.stages import resolve
 
 CPU = torch.device("cpu")
 HOPPER = Device("cuda", (9, 0), (13, 0), "NVIDIA H200")

@@ -24,8 +24,8 @@ from lowbit.quant.philox import make_clock
 from lowbit.quant.policy import EMULATED, LinearPolicy
 from lowbit.quant.presets import PRESETS
 from lowbit.quant.quantise import quantise
+from lowbit.quant.resolve import resolve
 from lowbit.quant.spec import FP8_ROW
-from lowbit.quant.stages import resolve
 
 H200 = Device("cuda", (9, 0), (13, 0), "H200")
 NATIVE = bind(PRESETS["fp8_row"], "fp8", "fp8", EMULATED)

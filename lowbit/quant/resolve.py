@@ -33,7 +33,7 @@ MOST_SWITCHES = 8
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 
-class Stage(StrEnum):
+class Role(StrEnum):
     """What a model is there for."""
 
     training = "training"
@@ -146,10 +146,10 @@ class PrecisionPolicy:
                 forward, dgrad, wgrad = switch.forward or forward, switch.dgrad or dgrad, switch.wgrad or wgrad
         return StagePolicy(_combine(forward, dgrad, wgrad), self.rules)
 
-    def phases(self, stage: Stage = Stage.training, active: Sequence[bool] = ()) -> list[StagePolicy]:
-        """Every policy that a stage can come to have once these switches are due, the one it then has first."""
-        if stage is not Stage.training:
-            return [self.sampler if stage is Stage.sampler else self.trainer]
+    def phases(self, role: Role = Role.training, active: Sequence[bool] = ()) -> list[StagePolicy]:
+        """Every policy that a role can come to have once these switches are due, the one it then has first."""
+        if role is not Role.training:
+            return [self.sampler if role is Role.sampler else self.trainer]
         return list(dict.fromkeys(self.training(later) for later in self._reachable(active)))
 
     def _reachable(self, now: Sequence[bool]) -> Iterator[tuple[bool, ...]]:
