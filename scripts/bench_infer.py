@@ -247,7 +247,7 @@ COLD = 400e6
 
 
 def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
-    """The products of a block, packed NVFP4 weights against BF16, for every number of rows that the kernel takes."""
+    """The products of a block, packed NVFP4 weights against BF16, as long as the kernel takes so many rows."""
     c, device = model.config, model.head_weight.device
     inner, keys = c.heads * head_dim_of(c), c.kv_heads * head_dim_of(c)
     shapes = {

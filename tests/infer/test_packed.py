@@ -131,6 +131,20 @@ def test_the_kernel_in_the_interpreter() -> None:
     assert len(done.stdout.split()) == 5
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+def test_threads_are_where_the_tensor_core_wants_them() -> None:
+    """What the interpreter cannot show: the layout that the compiler gives each product, for every kind of shape."""
+    script = Path(__file__).with_name("packed_compile.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 10 and all(right == "True" for *_, right, _, _ in lines), done.stdout
+    assert all(spilled == "0" for *_, spilled in lines), done.stdout
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["NVFP4_46", "NVFP4", "NVFP4_ROW", "MXFP8", "FP8_ROW"])
 def test_the_kernel_on_a_gpu(name: str) -> None:

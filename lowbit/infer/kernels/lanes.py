@@ -21,7 +21,7 @@ much.
 import triton
 import triton.language as tl
 
-_QUARTERS = """
+_UNPACK_E2M1 = """
 {
 .reg .b32 a, b;
 shl.b32 a, $4, 6;  and.b32 a, a, 0x01C001C0;  shl.b32 b, $4, 12;  lop3.b32 a, a, b, 0x80008000, 0xF8;
@@ -34,7 +34,7 @@ shr.u32 a, $4, 6;  and.b32 a, a, 0x01C001C0;  lop3.b32 a, a, $4, 0x80008000, 0xF
 mul.rn.bf16x2 $3, a, $5;
 }
 """
-_HALVES = """
+_UNPACK_E4M3 = """
 {
 .reg .b32 a, b, c;
 mov.b32 c, 0x7B807B80;
@@ -44,7 +44,7 @@ shr.u32 a, $2, 4;  and.b32 a, a, 0x07F007F0;  lop3.b32 a, a, $2, 0x80008000, 0xF
 mul.rn.bf16x2 a, a, c;  mul.rn.bf16x2 $1, a, $3;
 }
 """
-# A scale twice in a word: E4M3 in the unit of QUARTERS, by two factors since one would be too large; E8M0
+# A scale twice in a word: E4M3 in the unit of UNPACK_E2M1, by two factors since one would be too large; E8M0
 _E4M3_PAIR = """
 {
 .reg .b32 a, b;
@@ -60,32 +60,46 @@ _MMA = (
 )
 _STREAM = "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
 _KEEP_4 = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+_KEEP_1 = "ld.global.nc.b32 $0, [$1];"
 _PREFETCH = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
 _KEEP_2 = "ld.global.nc.v2.b32 {$0, $1}, [$2];"
-QUARTERS, HALVES, MMA = tl.constexpr(_QUARTERS), tl.constexpr(_HALVES), tl.constexpr(_MMA)
+UNPACK_E2M1, UNPACK_E4M3, MMA = tl.constexpr(_UNPACK_E2M1), tl.constexpr(_UNPACK_E4M3), tl.constexpr(_MMA)
 E4M3_PAIR, E8M0_PAIR = tl.constexpr(_E4M3_PAIR), tl.constexpr(_E8M0_PAIR)
 STREAM, KEEP_4, KEEP_2 = tl.constexpr(_STREAM), tl.constexpr(_KEEP_4), tl.constexpr(_KEEP_2)
-PREFETCH = tl.constexpr(_PREFETCH)
+KEEP_1, PREFETCH = tl.constexpr(_KEEP_1), tl.constexpr(_PREFETCH)
 RESULT_UNIT = tl.constexpr(2.0**8)
 
 
 @triton.jit
-def four_words(pointer, ASM: tl.constexpr, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_four(pointer, ASM: tl.constexpr, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """int32 at a pointer and the three behind it, in one read."""
     if ASM:
         return tl.inline_asm_elementwise(
-            HOW, "=r,=r,=r,=r,l", [pointer], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
+            HOW, "=&r,=&r,=&r,=&r,l", [pointer], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
         )
     else:  # noqa: RET505  (Triton compiles what follows a constant condition, but not its other branch)
         return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
 
 
 @triton.jit
-def two_words(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_two(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 at a pointer and the one behind it."""
     if ASM:
-        return tl.inline_asm_elementwise(KEEP_2, "=r,=r,l", [pointer], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            KEEP_2, "=&r,=&r,l", [pointer], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
     else:  # noqa: RET505
         return tl.load(pointer), tl.load(pointer + 1)
+
+
+@triton.jit
+def load_word(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 at a pointer. In assembly like all other reads: Triton would lay out what is computed around one of its own
+    as suits that read, and threads would not hold what the tensor core wants of them."""
+    if ASM:
+        return tl.inline_asm_elementwise(KEEP_1, "=r,l", [pointer], dtype=tl.int32, is_pure=True, pack=1)
+    else:  # noqa: RET505
+        return tl.load(pointer)
 
 
 @triton.jit
@@ -98,7 +112,7 @@ def _e2m1(code):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _e4m3(code):  # type: ignore[no-untyped-def]
-    """Codes in the low 8 bits, int32 -> their numbers, FP32; NaN is not among them."""
+    """Codes in the low 8 bits, int32 -> their numbers, FP32; NaN is not among them (a NaN becomes 480)."""
     exponent, mantissa = (code >> 3) & 15, code & 7
     whole = tl.where(exponent > 0, mantissa + 8, mantissa).to(tl.float32)
     unit = ((tl.maximum(exponent, 1) + (127 - 10)) << 23).to(tl.float32, bitcast=True)
@@ -123,11 +137,11 @@ def _high(word):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scale(scales, byte: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale in one byte of words: a pair of BF16, for `QUARTERS` in its unit; in plain Triton FP32."""
+    """The scale in one byte of words: a pair of BF16, for `UNPACK_E2M1` in its unit; in plain Triton FP32."""
     if ASM:
         selector = 0x4040 + 0x0101 * byte
         return tl.inline_asm_elementwise(
-            E4M3_PAIR if BITS == 4 else E8M0_PAIR, "=r,r,r", [scales, selector], dtype=tl.int32, is_pure=True, pack=1
+            E4M3_PAIR if BITS == 4 else E8M0_PAIR, "=&r,r,r", [scales, selector], dtype=tl.int32, is_pure=True, pack=1
         )
     else:  # noqa: RET505
         code = (scales >> (8 * byte)) & 255
@@ -138,11 +152,11 @@ def scale(scales, byte: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  #
 
 
 @triton.jit
-def quarters(word, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+def unpack_e2m1(word, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Eight codes of 4 bits times their scale: four pairs, in the order of their columns."""
     if ASM:
         return tl.inline_asm_elementwise(
-            QUARTERS, "=r,=r,=r,=r,r,r", [word, scale],
+            UNPACK_E2M1, "=&r,=&r,=&r,=&r,r,r", [word, scale],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:  # noqa: RET505
@@ -155,11 +169,11 @@ def quarters(word, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def halves(word, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+def unpack_e4m3(word, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Four codes of 8 bits times their scale: two pairs."""
     if ASM:
         return tl.inline_asm_elementwise(
-            HALVES, "=r,=r,r,r", [word, scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            UNPACK_E4M3, "=&r,=&r,r,r", [word, scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
     else:  # noqa: RET505
         return (

@@ -6,9 +6,9 @@ At few rows a product is as fast as its weight is read, so reading 4.5 or 8.25 b
 gain. Every code times its block's scale is a BF16 number exactly, so the product is the emulation's (a BF16 copy of W)
 up to the order of its sums; the scale of the tensor or row multiplies the result.
 
-Nothing goes through shared memory: every thread reads its numbers of W as codes, its numbers of x, and multiplies them
-where they are (`lanes`). `packed.arranged` lays codes and scales down so that a thread's come in one read and a warp's
-next to each other, and that the columns of a word of codes are neighbours in x:
+The factors do not go through shared memory: every thread reads its numbers of W as codes, its numbers of x, and
+multiplies them where they are (`lanes`). `packed.arranged` lays codes and scales down so that a thread's come in one
+read and a warp's next to each other, and that the columns of a word of codes are neighbours in x:
 
     step     of a warp: 128 columns of 4 bits, 64 of 8
     codes    [tiles of 16 rows, steps, half, 8 r, 4 j, word, 4 bytes]
@@ -32,20 +32,24 @@ from lowbit.infer.kernels.lanes import (
     KEEP_4,
     RESULT_UNIT,
     STREAM,
-    four_words,
-    halves,
+    load_four,
+    load_two,
+    load_word,
     mma,
     prefetch,
-    quarters,
     scale,
-    two_words,
+    unpack_e2m1,
+    unpack_e4m3,
 )
 
 PROCESSORS = 132
 """Of an H100 or H200."""
 MOST_TILES = 1 << 14
+"""Tiles of rows that there are counters for."""
 WARPS = 4
+"""Of a program."""
 X_TILE = 8
+"""Rows of x that the tensor core takes at once."""
 AHEAD = 2
 """Turns by which codes are brought to the L2 cache before they are read."""
 
@@ -77,8 +81,8 @@ def shape_of(rows: int, tiles: int, steps: int) -> Shape:
 def _codes(data, tile, step, steps, lane, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """What a thread multiplies in a step: four words of row r and four of row r + 8."""
     at = data + (tile * steps + step) * 256 + lane * 4
-    a0, a1, a2, a3 = four_words(at, ASM, STREAM)
-    b0, b1, b2, b3 = four_words(at + 128, ASM, STREAM)
+    a0, a1, a2, a3 = load_four(at, ASM, STREAM)
+    b0, b1, b2, b3 = load_four(at + 128, ASM, STREAM)
     return a0, a1, a2, a3, b0, b1, b2, b3
 
 
@@ -86,9 +90,9 @@ def _codes(data, tile, step, steps, lane, ASM: tl.constexpr):  # type: ignore[no
 def _scales(scales, tile, step, steps, lane, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Their scales, a byte each: a word of row r and one of row r + 8."""
     if BITS == 4:
-        return two_words(scales + (tile * steps + step) * 32 + lane // 2 * 2, ASM)
+        return load_two(scales + (tile * steps + step) * 32 + lane // 2 * 2, ASM)
     else:  # noqa: RET505
-        both = tl.load(scales + (tile * steps + step) * 8 + lane // 4)
+        both = load_word(scales + (tile * steps + step) * 8 + lane // 4, ASM)
         return both, both >> 16
 
 
@@ -98,15 +102,15 @@ def _multiply(  # type: ignore[no-untyped-def]
 ):
     """Add the product of a word of row r, one of row r + 8 and what is at `x`."""
     if BITS == 4:
-        x0, x1, x2, x3 = four_words(x, ASM, KEEP_4)
-        u0, u1, u2, u3 = quarters(a, scale_a, ASM)
-        v0, v1, v2, v3 = quarters(b, scale_b, ASM)
+        x0, x1, x2, x3 = load_four(x, ASM, KEEP_4)
+        u0, u1, u2, u3 = unpack_e2m1(a, scale_a, ASM)
+        v0, v1, v2, v3 = unpack_e2m1(b, scale_b, ASM)
         c0, c1, c2, c3 = mma(c0, c1, c2, c3, u0, v0, u1, v1, x0, x1, ASM)
         return mma(c0, c1, c2, c3, u2, v2, u3, v3, x2, x3, ASM)
     else:  # noqa: RET505
-        x0, x1 = two_words(x, ASM)
-        u0, u1 = halves(a, scale_a, ASM)
-        v0, v1 = halves(b, scale_b, ASM)
+        x0, x1 = load_two(x, ASM)
+        u0, u1 = unpack_e4m3(a, scale_a, ASM)
+        v0, v1 = unpack_e4m3(b, scale_b, ASM)
         return mma(c0, c1, c2, c3, u0, v0, u1, v1, x0, x1, ASM)
 
 
@@ -117,6 +121,39 @@ def _over_warps(c, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    out, after, y, partial, counters, M, all_tiles,
+    TILES: tl.constexpr, X_TILES: tl.constexpr, AFTER: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Store a program's sums [TILES, X_TILES, 32, 2, 2]; where several share a tile, the last one adds all."""
+    lane = tl.arange(0, 32)[None, None, :, None, None]
+    m = tl.arange(0, X_TILES)[None, :, None, None, None] * 8 + lane % 4 * 2 + tl.arange(0, 2)[None, None, None, :, None]
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)[:, None, None, None, None]
+    n = tile * 16 + lane // 4 + tl.arange(0, 2)[None, None, None, None, :] * 8
+    inside = (m < M) & (tile < all_tiles)
+    place = m.to(tl.int64) * (all_tiles * 16) + n
+    size = tl.cast(M, tl.int64) * (all_tiles * 16)
+    parts = tl.num_programs(1)
+    arrived = parts - 1
+    if parts > 1:
+        tl.store(partial + tl.program_id(1) * size + place, out, mask=inside)
+        tl.debug_barrier()  # all of this program's numbers are there before it is counted
+        arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+    if arrived == parts - 1:
+        if parts > 1:
+            tl.store(counters + tl.program_id(0), 0)
+            out = tl.zeros((TILES, X_TILES, 32, 2, 2), tl.float32)
+            for i in range(parts):
+                out += tl.load(partial + i * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+        out = out * UNIT
+        if AFTER == 1:
+            out = out * tl.load(after)
+        if AFTER == 2:
+            out = out * tl.load(after + n, mask=inside, other=0.0)
+        tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "all_tiles", "steps", "part"])
 def _product_kernel(  # type: ignore[no-untyped-def]
     x, data, scales, after, y, partial, counters, M, all_tiles, steps, part, x_row,
     BITS: tl.constexpr, SCALED: tl.constexpr, TILES: tl.constexpr, X_TILES: tl.constexpr, WARPS: tl.constexpr,
@@ -168,33 +205,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     # Thread 4 r + j has rows r (c0, c1) and r + 8 (c2, c3) of W, rows 2 j and 2 j + 1 of x
     above = tl.join(_over_warps(c0, WARPS), _over_warps(c1, WARPS))
     out = tl.join(above, tl.join(_over_warps(c2, WARPS), _over_warps(c3, WARPS)))  # [TILES, X_TILES, 32, 2, 2]
-    lane = tl.arange(0, 32)[None, None, :, None, None]
-    m = tl.arange(0, X_TILES)[None, :, None, None, None] * 8 + lane % 4 * 2 + tl.arange(0, 2)[None, None, None, :, None]
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)[:, None, None, None, None]
-    n = tile * 16 + lane // 4 + tl.arange(0, 2)[None, None, None, None, :] * 8
-    inside = (m < M) & (tile < all_tiles)
-    place = m.to(tl.int64) * (all_tiles * 16) + n
-    size = tl.cast(M, tl.int64) * (all_tiles * 16)
-    parts = tl.num_programs(1)
-    arrived = parts - 1
-    if parts > 1:
-        tl.store(partial + tl.program_id(1) * size + place, out, mask=inside)
-        tl.debug_barrier()  # all of this program's numbers are there before it is counted
-        arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-    if arrived < parts - 1:
-        return
-    if parts > 1:
-        tl.store(counters + tl.program_id(0), 0)
-        out = tl.zeros((TILES, X_TILES, 32, 2, 2), tl.float32)
-        for i in range(parts):
-            out += tl.load(partial + i * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-    if BITS == 4 and ASM:
-        out = out * RESULT_UNIT
-    if AFTER == 1:
-        out = out * tl.load(after)
-    if AFTER == 2:
-        out = out * tl.load(after + n, mask=inside, other=0.0)
-    tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
+    UNIT: tl.constexpr = RESULT_UNIT if BITS == 4 and ASM else 1.0
+    _finish(out, after, y, partial, counters, M, all_tiles, TILES, X_TILES, AFTER, UNIT)
 
 
 @cache

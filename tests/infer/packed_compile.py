@@ -1,0 +1,53 @@
+"""Compiles the packed product for compute capability 9.0, on a machine that need not have a GPU.
+
+A line a variant: bits, scaled, tiles of rows, tiles of x, whether every product of the tensor core has its threads
+where it wants them, registers, bytes that spilled.
+"""
+
+import re
+import subprocess
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lowbit.infer.kernels import packed
+
+POINTERS = {"x": "*bf16", "data": "*u8", "scales": "*u8", "after": "*fp32", "y": "*bf16", "partial": "*fp32"}
+POINTERS["counters"] = "*i32"
+
+
+def show(bits: int, scaled: bool, tiles: int, x_tiles: int) -> None:
+    kernel = packed._product_kernel
+    constants = {"BITS": bits, "SCALED": scaled, "TILES": tiles, "X_TILES": x_tiles, "WARPS": packed.WARPS}
+    constants |= {"AHEAD": packed.AHEAD, "AFTER": 2, "ASM": True}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}
+    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in (*POINTERS, "x_row")}
+    source = ASTSource(
+        kernel, signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=divisible
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": packed.WARPS}).asm
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S+<.*)$", made["ttgir"], re.M))
+    wanted = [
+        layout
+        for layout, text in layouts.items()
+        if "threadsPerWarp = [1, 1, 32]" in text and f"warpsPerCTA = [1, 1, {packed.WARPS}]" in text
+    ]
+    products = [line for line in made["ttgir"].splitlines() if "mma.sync" in line]
+    right = bool(products) and all(re.findall(r"#\w+(?=>)", line)[-1] in wanted for line in products)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [(registers, spilled)] = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    print(bits, scaled, tiles, x_tiles, right, registers, spilled)
+
+
+if __name__ == "__main__":
+    for given in ((4, True, 1, 1), (4, True, 2, 1), (4, True, 2, 2), (4, True, 1, 2), (4, True, 1, 4), (4, True, 1, 8)):
+        show(*given)
+    for given in ((8, True, 1, 1), (8, True, 2, 2), (8, False, 1, 1), (8, False, 2, 2)):
+        show(*given)
