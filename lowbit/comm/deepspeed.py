@@ -67,7 +67,7 @@ def load_deepspeed(device_type: str) -> ModuleType:
 
 @contextmanager
 def weights_unread() -> Iterator[None]:
-    """Tensors as text are their shapes in here.
+    """Tensors as text are their shapes in here, but for single numbers in formatted strings.
 
     At stage 3 DeepSpeed writes its arguments, all weights included, into a message that it does not print: seconds for
     a large model, and once in some hundreds of times torch 2.13 failed at it on one rank, for which the others waited.

@@ -43,7 +43,8 @@ class Kept:
     """What is kept of C positions, before it is rounded for storage."""
 
     ids: Tensor
-    """int64 [C, k]; the first `named` of a row carry a weight of their own, likeliest first where they are exact."""
+    """int64 [C, k]; the first `named` of a row carry a weight of their own, likeliest first where they are exact;
+    the id of an empty entry is any."""
     weights: Tensor
     """FP64 [C, k], in the order of `ids`; 0 where the entry is empty."""
     named: Tensor

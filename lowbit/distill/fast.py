@@ -69,6 +69,8 @@ def wrong(
     """Why the kernels cannot be used for a cache, with a warning the first time; None if they can."""
     try:
         why = difference(layout, softcap, temperature, dtype, device)
+    except torch.OutOfMemoryError:  # which says nothing of the kernels
+        raise
     except Exception as error:  # whatever a compiler or a driver may raise
         why = f"{type(error).__name__}: {error}".splitlines()[0]
     if why is not None:

@@ -4,9 +4,9 @@
 
 Estimators and codec are defined in PyTorch (`estimators`, `codec`), which is what runs on a CPU. On a GPU the Triton
 kernels of `lowbit.distill.kernels` do the same with a handful of launches, after a check against those definitions;
-if that fails, a warning says so and PyTorch serves. Nothing here waits for the device: the words, how many there are
-and whether the logits were finite are on their way to the host when `Rows` is handed out, and looked at when asked
-for, a micro-batch later.
+if that fails, a warning says so and PyTorch serves. With the kernels nothing here waits for the device: the words, how
+many there are and whether the logits were finite are on their way to the host when `Rows` is handed out, and looked at
+when asked for, a micro-batch later.
 
 The bytes depend on the kind of device, as matrix products and exponentials do. On one kind of device a row's depend on
 nothing but its micro-batch: not on the number of processes, nor on interruptions.
@@ -124,5 +124,5 @@ def _on_the_way(words: Tensor, sizes: Tensor, sums: Tensor, sample: int, length:
     ready = None
     if words.is_cuda:
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
+        ready.record(torch.cuda.current_stream(words.device))
     return Rows(here[0], here[1], here[2], ready, sample, length)

@@ -174,7 +174,7 @@ def _merged(drawn, at, there, ids, weights, K: tl.constexpr):  # type: ignore[no
     return entries
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def choose_kernel(  # type: ignore[no-untyped-def]
     logits, greatest, total, moment, keys, sample, position, key, ids, weights, named_ptr, rest_ptr, entropy_ptr,
     lse_ptr, rows, blocks, row_stride, columns, vocab, softcap, temperature,

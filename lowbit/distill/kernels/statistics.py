@@ -17,7 +17,7 @@ TILE, WARPS = 64, 4
 """4,096 logits a program, 32 a thread: four loads of 16 bytes are under way at once, and 32 registers do (sm_90)."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def statistics_kernel(  # type: ignore[no-untyped-def]
     logits, greatest, total, moment, keys, sample, position, key, count, blocks, row_stride, columns, vocab,
     softcap, temperature, SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, GUMBEL: tl.constexpr, TILE: tl.constexpr,
