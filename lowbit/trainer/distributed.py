@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lowbit import errors
-from lowbit.errors import Interrupted, LowbitError
+from lowbit.errors import Interrupted, LowbitError, RankError
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ ALIKE_SECONDS = 15.0
 
 
 class Lookout(Protocol):
-    """Knows whether other ranks still live (`trainer.launch.Watch`)."""
+    """Knows whether other ranks still live (`trainer.watch.Watch`)."""
 
     def check(self) -> None:
         """Raise LowbitError, naming the rank, when one has died or failed."""
@@ -123,33 +123,36 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, of JSON types, in the order of ranks, on every rank."""
-        return list(self._gather(value))
+        return list(self._gather(self._next_key(), value))
 
-    def _gather(self, value: T, until: float = math.inf) -> Iterator[T]:
+    def _gather(self, key: str, value: T, until: float = math.inf) -> Iterator[T]:
         """The same, as far as they have come until then (by the monotonic clock)."""
         if self._board is None:
             yield value
             return
-        key = self._next_key()
         self._post(f"{key}/{self.rank}", value)
         for rank in range(self.world):
             if not self._wait(f"{key}/{rank}", until):
                 return
-            yield self._read(f"{key}/{rank}")
+            yield json.loads(self._board.get(f"{key}/{rank}"))
 
     def together(self, work: Callable[[], T]) -> T:
         """Every rank does `work`; when one of them fails, all raise: its own error where it was, and told elsewhere.
 
-        A rank that fails while others wait in a collective of `work` raises after `ALIKE_SECONDS`, which ends them too.
+        A rank that fails while others wait in a collective of `work` raises after `ALIKE_SECONDS`; `Watch` ends them.
         """
+        key = self._next_key()  # before the work, which may post as well, and may end before it does
         result, outcome = _attempt(work)
         seconds = math.inf if outcome.error is None else ALIKE_SECONDS
-        for rank, entry in enumerate(self._gather(outcome.as_dict(), time.monotonic() + seconds)):
-            if rank != self.rank and not outcome.message:
-                theirs = _Outcome.of(entry)
-                theirs.require(f"rank {rank}: {theirs.message}")
+        try:
+            for rank, entry in enumerate(self._gather(key, outcome.as_dict(), time.monotonic() + seconds)):
+                if rank != self.rank and not outcome.message:
+                    theirs = _Outcome.of(entry)
+                    theirs.require(f"rank {rank}: {theirs.message}")
+        except RankError:  # of one that went down meanwhile, perhaps because of this one
+            if outcome.error is None:
+                raise
         outcome.require(None)
-        assert result is not None or outcome.error is None
         return result  # type: ignore[return-value]
 
     def beside(self, name: str, check: Callable[[], None]) -> "Ranks":

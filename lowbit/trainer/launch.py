@@ -126,7 +126,10 @@ def open_ranks(config: RunConfig) -> Iterator[tuple[Ranks, torch.device]]:
         watch.start()
         yield ranks, device
     except BaseException as error:
-        raise watch.explain(error) from error
+        reason = watch.explain(error)
+        if reason is error and place.rank == 0 and not place.hosted:
+            watch.linger()
+        raise reason from error
     else:
         watch.finish()
         _leave(store, place, watch, config.engine.rank_timeout_seconds)

@@ -44,7 +44,8 @@ WAITING_IN = ("torch/distributed/", "lowbit/trainer/distributed.py", "lowbit/com
 
 
 class _Place(NamedTuple):
-    """A place in the program, without its frame: who holds another thread's frame frees that thread's variables."""
+    """A place in the program, without its frame, which is not held longer than it takes to read: who holds another
+    thread's frame when its function returns frees that function's variables."""
 
     file: str
     line: int
@@ -103,6 +104,7 @@ class Watch:
         self._rank = rank
         self._world = world
         self._patience = patience
+        self._interval = max(BEAT_SECONDS, world / 64)
         self._beat = Beat(platform.node(), _machine(), os.getpid())
         self._seen: dict[int, _Seen] = {}
         self._stop = threading.Event()
@@ -169,17 +171,26 @@ class Watch:
         self._beat.finished = True
         self._post()
 
+    def linger(self) -> None:
+        """Who runs the store and ends by an error: until the others have ended as well, or had time to read why."""
+        until = time.monotonic() + 3 * self._interval
+        while time.monotonic() < until:
+            others = [seen.beat for rank, seen in list(self._seen.items()) if rank != self._rank]
+            if len(others) == self._world - 1 and all(beat.failed or beat.finished for beat in others):
+                return
+            time.sleep(BEAT_SECONDS / 20)
+
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(2 * BEAT_SECONDS)
+        self._ended = None  # with everything that the functions on the way held
 
     # The thread -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        interval = max(BEAT_SECONDS, self._world / 64)
-        while not self._stop.wait(interval):
+        while not self._stop.wait(self._interval):
             try:
                 self._post()
                 self._look()

@@ -130,6 +130,54 @@ def test_a_rank_that_fails_does_not_wait_for_one_that_waits_for_it(monkeypatch: 
         second.together(lambda: 3)
 
 
+class Lost:
+    """A lookout that has lost a rank."""
+
+    tolerant = True
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def check(self) -> None:
+        raise RankError(self.message)
+
+    def move(self, doing: str, patient: bool) -> None:
+        """Nobody reads it."""
+
+
+def test_work_that_posts_itself_does_not_mix_its_posts_with_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first fails before the second's work gathers something: nobody takes the failure for what was gathered."""
+    monkeypatch.setattr(distributed, "ALIKE_SECONDS", 0.1)
+    first, second = (Ranks(rank, 2, board=board) for board in [HashStore()] for rank in (0, 1))
+    with pytest.raises(DataError, match=r"^no text$"):
+        first.together(_fail)
+
+    second.lookout = Lost("rank 0 failed: no text")
+    with pytest.raises(RankError, match="rank 0 failed"):
+        second.together(lambda: second.gather(1))
+
+
+def test_a_rank_that_fails_says_why_whatever_becomes_of_others() -> None:
+    alone = Ranks(0, 2, board=HashStore(), lookout=Lost("rank 1 died"))
+    with pytest.raises(DataError, match="no text"):
+        alone.together(_fail)
+    with pytest.raises(RankError, match="rank 1 died"):
+        alone.together(lambda: 3)
+
+
+def test_who_runs_the_store_stays_until_others_know() -> None:
+    first, second = watches()
+    first._look()
+    begun = time.monotonic()
+    first.linger()
+    assert time.monotonic() - begun > 2.5
+    second.explain(DataError("alike"))
+    first._look()
+    begun = time.monotonic()
+    first.linger()
+    assert time.monotonic() - begun < 0.5
+
+
 def _fail() -> None:
     raise DataError("no text")
 
