@@ -49,3 +49,8 @@ class Interrupted(LowbitError):
     """A signal asked the run to end; its state was saved. Exit code 130."""
 
     exit_code = EXIT_INTERRUPTED
+
+
+def in_a_line(error: BaseException) -> str:
+    """Class and first line of somebody else's error, for a sentence that says why something cannot be used."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

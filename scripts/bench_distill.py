@@ -34,6 +34,7 @@ from lowbit.distill.calibration import compare
 from lowbit.distill.codec import Layout, decode
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.noise import Places
+from lowbit.distill.rows import one_behind
 from lowbit.distill.shards import Cache, open_cache
 from lowbit.distill.student import Distillation, describe
 from lowbit.distill.teacher import Teacher, open_teacher
@@ -260,14 +261,8 @@ def forward(teacher: Teacher, batch: Batch, device: torch.device) -> None:
 
 def cached(maker: CacheMaker, batch: Batch, count: int = IN_TURN) -> None:
     """Rows of as many micro-batches, each looked at after the next one was begun, as a shard is made."""
-    before = None
-    for turn in range(count):
-        latest = maker.begin(batch, turn * len(batch.tokens))
-        if before is not None:
-            before.wait()
-        before = latest
-    if before is not None:
-        before.wait()
+    for rows in one_behind(maker.begin(batch, turn * len(batch.tokens)) for turn in range(count)):
+        rows.wait()
 
 
 @torch.no_grad()
@@ -275,9 +270,8 @@ def parts(maker: CacheMaker, batch: Batch) -> dict[str, float]:
     """Milliseconds of a micro-batch on the GPU, part by part; `rest` is what `rows` has beside head, choice, codes."""
     make, here = maker._row_maker, batch.to(maker._device)
     hidden, matrix = maker.teacher.hidden(here), make.head.matrix
-    index = torch.arange(len(hidden), device=hidden.device)
-    length = here.tokens.shape[1]
-    places, counted = Places(index // length, index % length), here.weights.flatten() != 0
+    samples, length = here.tokens.shape
+    places, counted = Places.of(samples, length, device=hidden.device), here.weights.flatten() != 0
 
     def head() -> None:
         for rows in token_chunks(len(hidden), default_chunk("cuda", len(matrix))):

@@ -267,10 +267,10 @@ def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
         for rows in args.rows:
             x = torch.randn(rows, width, device=device).to(torch.bfloat16)
             row: Row = {"product": name, "shape": f"{columns} x {width}", "rows": rows}
-            row["bf16 us"] = 1e6 / copies * _seconds(partial(_each, partial(F.linear, x), plain), device)
+            row["bf16 us"] = 1e6 / copies * _seconds([partial(F.linear, x, w) for w in plain], device)
             if device.type == "cuda" and rows <= PACKED_ROWS:
                 ours = [partial(product, x, codes, scales, after) for codes, scales in packed]
-                row["packed us"] = 1e6 / copies * _seconds(partial(_each, _call, ours), device)
+                row["packed us"] = 1e6 / copies * _seconds(ours, device)
                 row["floor us"] = 1e6 * sum(part.nbytes for part in held) / BANDWIDTH
                 row["over bf16"] = row["bf16 us"] / row["packed us"]
             found.append(row)
@@ -280,16 +280,12 @@ def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
     return found
 
 
-def _each(work: Callable[[Any], Tensor], given: Sequence[Any]) -> list[Tensor]:
-    return [work(one) for one in given]
+def _seconds(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> float:
+    """Time of all calls together, on a GPU as one graph."""
 
+    def work() -> list[Tensor]:
+        return [call() for call in calls]
 
-def _call(work: Callable[[], Tensor]) -> Tensor:
-    return work()
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Time of a call, on a GPU as one graph."""
     if device.type != "cuda":
         return wall_seconds(work, device)
     work()

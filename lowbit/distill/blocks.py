@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lowbit.models.lm_head import compiled
 
 BLOCK = 64
-_HIDDEN = float("-inf")
+HIDDEN = float("-inf")
 
 
 class Distributions:
@@ -30,9 +30,9 @@ class Distributions:
     """
 
     def __init__(self, logits: Tensor, vocab_size: int, softcap: float | None = None, temperature: float = 1.0) -> None:
-        logits[:, vocab_size:] = _HIDDEN
+        logits[:, vocab_size:] = HIDDEN
         if logits.shape[1] % BLOCK:
-            logits = F.pad(logits, (0, -logits.shape[1] % BLOCK), value=_HIDDEN)
+            logits = F.pad(logits, (0, -logits.shape[1] % BLOCK), value=HIDDEN)
         self.vocab_size = vocab_size
         self._softcap, self._temperature = softcap, temperature
         self._logits = logits
@@ -73,7 +73,7 @@ class Distributions:
 
     def hide(self, ids: Tensor, where: Tensor) -> None:
         """Take ids [C, n] (distinct in a row) for which `where` holds out of `gather` and `mass`."""
-        self._logits.scatter_(1, ids, torch.where(where, _HIDDEN, self._logits.gather(1, ids)))
+        self._logits.scatter_(1, ids, torch.where(where, HIDDEN, self._logits.gather(1, ids)))
         blocks = ids // BLOCK
         mass = torch.exp(self.gather(blocks).double() - self.lse[:, None, None]).sum(dim=2)
         self.mass.scatter_(1, blocks, mass)
@@ -114,7 +114,7 @@ def largest(block_max: Tensor, gather: Callable[[Tensor], Tensor], count: int) -
 def _transform(logits: Tensor, softcap: float | None, temperature: float) -> Tensor:
     z = logits.float()
     if softcap is not None:
-        z = torch.where(z == _HIDDEN, z, softcap * torch.tanh(z / softcap))
+        z = torch.where(z == HIDDEN, z, softcap * torch.tanh(z / softcap))
     return z if temperature == 1.0 else z / temperature
 
 
@@ -122,6 +122,6 @@ def _statistics(logits: Tensor, softcap: float | None, temperature: float) -> tu
     """Per block of 64: the greatest z, the sum of e = exp(z - greatest), and the sum of e (z - greatest)."""
     z = _transform(logits, softcap, temperature).view(len(logits), -1, BLOCK)  # [C, B, 64]
     greatest = z.amax(dim=2)
-    below = z - torch.where(greatest == _HIDDEN, 0.0, greatest)[:, :, None]
+    below = z - torch.where(greatest == HIDDEN, 0.0, greatest)[:, :, None]
     e = torch.exp(below)
     return greatest, e.sum(dim=2), torch.where(e > 0, e * below, 0.0).sum(dim=2)

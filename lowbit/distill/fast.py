@@ -16,6 +16,7 @@ from lowbit.distill.blocks import Distributions
 from lowbit.distill.codec import Layout, encode, pack
 from lowbit.distill.estimators import Chosen, sampler
 from lowbit.distill.noise import Noise, Places
+from lowbit.errors import in_a_line
 from lowbit.models.lm_head import default_chunk, token_chunks
 
 logger = logging.getLogger("lowbit")
@@ -72,7 +73,7 @@ def wrong(
     except torch.OutOfMemoryError:  # which says nothing of the kernels
         raise
     except Exception as error:  # whatever a compiler or a driver may raise
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = in_a_line(error)
     if why is not None:
         what = f"{layout.targets} targets of {layout.vocab_size:,} tokens by {layout.estimator.value}"
         logger.warning("the kernels that choose and code %s are not used here, PyTorch is: %s", what, why)
@@ -87,14 +88,13 @@ def difference(
     rows = samples * length
     spread = torch.linspace(0.5, 8, rows)[:, None]
     logits = (torch.randn(rows, layout.vocab_size, generator=generator) * spread).to(dtype)
-    noise, index = Noise(1, "check"), torch.arange(rows)
-    places, counted = Places(index // length, index % length), index % 5 != 1
+    noise, places, counted = Noise(1, "check"), Places.of(samples, length), torch.arange(rows) % 5 != 1
     p = Distributions(logits.clone(), layout.vocab_size, softcap, temperature)
     wanted = Chosen(sampler(layout.estimator)(p, layout.targets, noise, places), p.entropy, p.lse)
 
     kernels = Kernels.of(layout, noise, softcap, temperature, device)
     out = Chosen.empty(rows, layout.targets, device)
-    there = Places(places.sample.to(device), places.position.to(device))
+    there = places.to(device)
     kernels.choose(logits.to(device), there, kernels.key, out)
     found = out.to("cpu")
     why = _other_choice(found, wanted)

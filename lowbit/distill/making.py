@@ -35,7 +35,7 @@ from lowbit.data.storage import folder_lock, remove_leftovers, write_error
 from lowbit.distill.codec import Layout
 from lowbit.distill.estimators import check_targets
 from lowbit.distill.noise import Noise
-from lowbit.distill.rows import Head, RowMaker, Rows
+from lowbit.distill.rows import Head, RowMaker, Rows, one_behind
 from lowbit.distill.shards import (
     FORMAT,
     MANIFEST,
@@ -176,7 +176,7 @@ class CacheMaker:
         sizes: list[Tensor] = []
         sums: list[NDArray[np.uint32]] = []
         totals = torch.zeros(len(TOTALS), dtype=torch.float64)
-        for batch, rows in self._in_turn(first, samples):
+        for batch, rows in one_behind(self._begun(first, samples)):
             found, size, total = rows.wait()
             words.append(found.numpy().view(np.uint32))
             sizes.append(size)
@@ -201,17 +201,11 @@ class CacheMaker:
             positions / (time.perf_counter() - started),
         )
 
-    def _in_turn(self, first: int, samples: int) -> Iterator[tuple[Batch, Rows]]:
-        """A shard's micro-batches and their rows; the next ones are begun before one's are looked at."""
-        before: tuple[Batch, Rows] | None = None
+    def _begun(self, first: int, samples: int) -> Iterator[tuple[Batch, Rows]]:
+        """A shard's micro-batches and their rows, perhaps still being made."""
         for sample in range(first, first + samples, self.config.micro_batch):
             [batch] = self._loader.next_step()
-            latest = (batch, self.begin(batch, sample))
-            if before is not None:
-                yield before
-            before = latest
-        if before is not None:
-            yield before
+            yield batch, self.begin(batch, sample)
 
     def _finish(self, ours: set[int]) -> bool:
         """Write the manifest once all shards are there and good; False when some have to be made again."""

@@ -37,8 +37,18 @@ class Places:
     position: Tensor
     """int64 [C]: position within the sample; row t holds the targets for the token t + 1."""
 
+    @staticmethod
+    def of(samples: int, length: int, first: int = 0, device: torch.device | str = "cpu") -> "Places":
+        """All positions of `samples` samples, of which the first is that global one, one after the other."""
+        index = torch.arange(samples * length, device=device)
+        return Places(first + index // length, index % length)
+
     def __getitem__(self, rows: slice) -> "Places":
         return Places(self.sample[rows], self.position[rows])
+
+    def to(self, device: torch.device | str) -> "Places":
+        """On another device."""
+        return Places(self.sample.to(device), self.position.to(device))
 
 
 @dataclass(frozen=True)

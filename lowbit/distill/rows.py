@@ -12,7 +12,9 @@ The bytes depend on the kind of device, as matrix products and exponentials do. 
 nothing but its micro-batch: not on the number of processes, nor on interruptions.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from lowbit.distill.fast import Kernels, takes, wrong
 from lowbit.distill.noise import Noise, Places
 from lowbit.errors import NonFiniteError
 from lowbit.models.lm_head import default_chunk, token_chunks
+
+T = TypeVar("T")
 
 _ROWS = 8192
 """Most positions at once in PyTorch: with a small vocabulary, what is looked at of each weighs more than its logits."""
@@ -85,8 +89,7 @@ class RowMaker:
         """Rows of hidden states [B * T, width] and weights [B, T] of the next tokens (0: not learned, an empty row);
         sample: the first one's global number."""
         size, length = weights.shape
-        index = torch.arange(size * length, device=hidden.device)
-        places = Places(sample + index // length, index % length)
+        places = Places.of(size, length, sample, hidden.device)
         counted = weights.flatten() != 0
         if self._kernels is None:
             chosen = self._chosen(hidden, places)
@@ -108,6 +111,15 @@ class RowMaker:
             kept = self._sampler(p, self.layout.targets, self.noise, places[chunk])
             parts.append(Chosen(kept, p.entropy, p.lse))
         return Chosen.cat(parts)
+
+
+def one_behind(begun: Iterable[T]) -> Iterator[T]:
+    """What is begun, each when the next one has been begun, too: a device has work while the host looks at one."""
+    latest: list[T] = []
+    for following in begun:
+        yield from latest
+        latest = [following]
+    yield from latest
 
 
 def _sums(chosen: Chosen, counted: Tensor) -> Tensor:

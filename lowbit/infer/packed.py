@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit.errors import in_a_line
 from lowbit.infer import kernels
 from lowbit.models.layers import Linear
 from lowbit.models.transformer import Transformer
@@ -178,7 +179,7 @@ def wrong(spec: QuantSpec, device: torch.device) -> str | None:
     except torch.OutOfMemoryError:  # which says nothing of the kernel
         raise
     except Exception as error:  # whatever a compiler or a driver may raise
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = in_a_line(error)
     if why is not None:
         logger.warning("packed weights in %s are not used here, BF16 copies are: %s", spec.name, why)
     return why

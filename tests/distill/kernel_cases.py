@@ -43,7 +43,7 @@ def choose(
     tile = {} if device != "cpu" else {"tile": 1024}
     chooser = Chooser(estimator, k, vocab, softcap, temperature, rows, **tile)
     out = Chosen.empty(len(logits), k, torch.device(device))
-    there = Places(places.sample.to(device), places.position.to(device))
+    there = places.to(device)
     chooser(logits.to(device), there, torch.tensor(noise.key, device=device), out)
     return out.to("cpu")
 
@@ -191,7 +191,7 @@ def encoded(estimator: Estimator, k: int, vocab: int, device: str, samples: int 
     chosen = by_pytorch(logits, estimator, k, vocab, noise, places)
     counted = index % 5 != 3
     words, sizes = pack(*encode(layout, chosen.kept, chosen.entropy, noise, places, counted), samples)
-    there = Places(places.sample.to(device), places.position.to(device))
+    there = places.to(device)
     encoder = Encoder(layout, layout.levels().double().to(device), 4096 if device == "cpu" else 128)
     key = torch.tensor(noise.key, device=device)
     got, got_sizes = encoder(chosen.to(device), there, key, counted.to(device), samples)

@@ -5,14 +5,10 @@ instructions.
 """
 
 import re
-import subprocess
-import tempfile
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from hopper import build, dumped, usage
 
 from lowbit.configs.schema_distill import Estimator
 from lowbit.distill.codec import Layout
@@ -34,31 +30,11 @@ SIXTEENS = ("rows", "row_stride", "columns", "vocab", "blocks", "count", "length
 
 
 def show(kernel: Any, constants: dict[str, Any], warps: int, label: str) -> None:
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
-    divisible = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or name in SIXTEENS
-    }
-    source = ASTSource(
-        kernel, signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=divisible
-    )
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        usage, code = (
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-res-usage", "-sass")
-        )
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers is not None, usage
+    binary = build(kernel, TYPES, constants, SIXTEENS, num_warps=warps, enable_fp_fusion=False)["cubin"]
+    code = dumped(binary, "-sass")
     spilled = len(re.findall(r"\bSTL\b", code))
     count = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s", code, re.M))
-    print(kernel.__name__, label, registers[1], spilled, count)
+    print(kernel.__name__, label, usage(binary)[0], spilled, count)
 
 
 def main() -> None:

@@ -5,30 +5,19 @@ where it wants them, registers, bytes that spilled.
 """
 
 import re
-import subprocess
-import tempfile
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from hopper import build, usage
 
 from lowbit.infer.kernels import packed
 
-POINTERS = {"x": "*bf16", "data": "*u8", "scales": "*u8", "after": "*fp32", "y": "*bf16", "partial": "*fp32"}
-POINTERS["counters"] = "*i32"
+TYPES = {"x": "*bf16", "data": "*u8", "scales": "*u8", "after": "*fp32", "y": "*bf16", "partial": "*fp32"}
+TYPES["counters"] = "*i32"
 
 
 def show(bits: int, scaled: bool, tiles: int, x_tiles: int) -> None:
-    kernel = packed._product_kernel
     constants = {"BITS": bits, "SCALED": scaled, "TILES": tiles, "X_TILES": x_tiles, "WARPS": packed.WARPS}
     constants |= {"AHEAD": packed.AHEAD, "AFTER": 2, "ASM": True}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}
-    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in (*POINTERS, "x_row")}
-    source = ASTSource(
-        kernel, signature, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=divisible
-    )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": packed.WARPS}).asm
+    made = build(packed._product_kernel, TYPES, constants, ("x_row",), num_warps=packed.WARPS)
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S+<.*)$", made["ttgir"], re.M))
     wanted = [
         layout
@@ -37,13 +26,7 @@ def show(bits: int, scaled: bool, tiles: int, x_tiles: int) -> None:
     ]
     products = [line for line in made["ttgir"].splitlines() if "mma.sync" in line]
     right = bool(products) and all(re.findall(r"#\w+(?=>)", line)[-1] in wanted for line in products)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    [(registers, spilled)] = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
-    print(bits, scaled, tiles, x_tiles, right, registers, spilled)
+    print(bits, scaled, tiles, x_tiles, right, *usage(made["cubin"]))
 
 
 if __name__ == "__main__":

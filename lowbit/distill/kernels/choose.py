@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowbit.configs.schema_distill import Estimator
 from lowbit.distill.estimators import MARGIN, Chosen
-from lowbit.distill.kernels.numbers import BLOCK, HIDDEN, block_uniform, gumbel_keys, transformed, uniform
+from lowbit.distill.kernels.numbers import BLOCK, HIDDEN, TARGETS, block_uniform, gumbel_keys, transformed, uniform
 from lowbit.distill.kernels.statistics import TILE, statistics
 from lowbit.distill.noise import Places
 
@@ -216,7 +216,7 @@ def choose_kernel(  # type: ignore[no-untyped-def]
         slot = tl.arange(0, SLOTS)[None, :]
         drawn = tl.zeros((ROWS, SLOTS), tl.int32) + 0x7FFFFFFF
         for s in range(K):
-            point = uniform(here, t, key, tl.zeros((ROWS,), tl.int32) + s, 0) * whole
+            point = uniform(here, t, key, tl.zeros((ROWS,), tl.int32) + s, TARGETS) * whole
             item = _pick(
                 row_ptr, point, upto, mass, lse, cut_z, cut_id, blocks, columns, vocab, softcap, temperature,
                 SOFTCAP, TEMPERED,
@@ -231,7 +231,7 @@ def choose_kernel(  # type: ignore[no-untyped-def]
         rest = tl.sum(mass, axis=1)
         if ESTIMATOR == VAROPT:
             step = rest / (K - named)
-            u = uniform(here, t, key, tl.zeros((ROWS,), tl.int32), 0)
+            u = uniform(here, t, key, tl.zeros((ROWS,), tl.int32), TARGETS)
             upto = tl.cumsum(mass, axis=1)
             for s in range(tl.min(named, axis=0), K):
                 item = _pick(

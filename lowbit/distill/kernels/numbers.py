@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from lowbit.distill import blocks
+from lowbit.distill.noise import Lane
 from lowbit.quant.kernels.triton_numbers import INTERPRETED, philox
+from lowbit.quant.philox import MASK
 
-BLOCK = tl.constexpr(64)
-HIDDEN = tl.constexpr(float("-inf"))
-LOW_WORD = tl.constexpr(0xFFFFFFFF)
+BLOCK, HIDDEN = tl.constexpr(blocks.BLOCK), tl.constexpr(blocks.HIDDEN)
+LOW_WORD, TARGETS = tl.constexpr(MASK), tl.constexpr(int(Lane.TARGETS))
 
 
 @triton.jit
@@ -96,7 +98,7 @@ def block_uniform(sample, position, key, block):  # type: ignore[no-untyped-def]
     """The numbers behind the Gumbel noise of blocks [N] at samples and positions [N]: FP32 [N, 64], below 1."""
     COUNT: tl.constexpr = block.shape[0]
     index = block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
-    w0, w1, w2, w3 = four_words(sample[:, None], position[:, None], key, index, 0)
+    w0, w1, w2, w3 = four_words(sample[:, None], position[:, None], key, index, TARGETS)
     word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (COUNT, BLOCK))
     return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lowbit.errors import in_a_line
 from lowbit.quant.backends.base import Device, Sizes, dotted
 from lowbit.quant.backends.fp8 import HOPPER, fp8_product
 from lowbit.quant.backends.fp8_codes import MULTIPLE, kind_of, quantise_both
@@ -57,7 +58,7 @@ def check(device: torch.device) -> str | None:
         offsets = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
         [found] = multiply_rows(x, [weight.view(len(counts), 32, 96)], offsets)
     except Exception as error:  # whatever a kernel raises: the run goes on without it
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        return in_a_line(error)
     left, right = (quantise(m, FP8_ROW).dequantise().double() for m in (x, weight))
     groups = zip(torch.split(left, counts), torch.split(right, 32), strict=True)
     wanted = torch.cat([rows @ matrix.t() for rows, matrix in groups])

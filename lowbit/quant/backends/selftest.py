@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lowbit.errors import in_a_line
 from lowbit.quant.backends.base import Backend
 from lowbit.quant.philox import Product, Side, Stream, make_clock, make_key
 from lowbit.quant.product import multiply
@@ -61,7 +62,7 @@ def difference(backend: Backend, trial: Trial, device: torch.device) -> str | No
             factors.append(found)
         product = backend.multiply(factors[0], factors[1], trial.out_dtype, fast=trial.fast)
     except Exception as error:  # whatever a kernel raises: the run goes on without it
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        return in_a_line(error)
     wanted_product = reference_product(factors[0], factors[1]).double()
     off = float((product.double() - wanted_product).norm() / wanted_product.norm())
     if (

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit.errors import in_a_line
 from lowbit.models.layers import Linear
 from lowbit.quant.backends.base import Device, Sizes, bind, dotted
 from lowbit.quant.linear import LowbitLinear
@@ -225,7 +226,7 @@ def check(policy: LinearPolicy, device: torch.device) -> str | None:
             y.backward(dy)
             results.append((y.detach(), leaf.grad, layer.weight.grad))
     except Exception as error:  # whatever it raises: it cannot be used
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        return in_a_line(error)
     for name, wanted, found in zip(("output", "dX", "dW"), *results, strict=True):
         assert wanted is not None and found is not None
         off = float((found.double() - wanted.double()).norm() / wanted.double().norm())
