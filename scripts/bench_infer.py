@@ -51,7 +51,7 @@ VOCAB = 32_768
 SHAPES = {
     "1B": ModelConfig(name="1B", layers=16, width=2048, heads=16, kv_heads=8, mlp_width=8192, max_sequence=4096),
     "8B": ModelConfig(name="8B", layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14_336, max_sequence=4096),
-    "small": ModelConfig(name="small", layers=2, width=128, heads=2, kv_heads=1, mlp_width=256, max_sequence=256),
+    "small": ModelConfig(name="small", layers=2, width=128, heads=2, kv_heads=1, mlp_width=256, max_sequence=512),
 }
 WEIGHT_BITS = {"bf16": 16.0, "nvfp4_w4a16": 4.5, "mxfp8_w8a16": 8.25, "fp8_w8a16": 8.0, "fp8_row": 8.0}
 

@@ -5,6 +5,7 @@ where it wants them, registers, bytes that spilled.
 """
 
 import re
+from typing import Any
 
 from hopper import build, usage
 
@@ -14,10 +15,15 @@ TYPES = {"x": "*bf16", "data": "*u8", "scales": "*u8", "after": "*fp32", "y": "*
 TYPES["counters"] = "*i32"
 
 
-def show(bits: int, scaled: bool, tiles: int, x_tiles: int) -> None:
+def made_for(bits: int, scaled: bool, tiles: int, x_tiles: int, asm: bool = True) -> dict[str, Any]:
     constants = {"BITS": bits, "SCALED": scaled, "TILES": tiles, "X_TILES": x_tiles, "WARPS": packed.WARPS}
-    constants |= {"AHEAD": packed.AHEAD, "AFTER": 2, "ASM": True}
-    made = build(packed._product_kernel, TYPES, constants, ("x_row",), num_warps=packed.WARPS)
+    constants |= {"AHEAD": packed.AHEAD, "AFTER": 2, "ASM": asm}
+    found: dict[str, Any] = build(packed._product_kernel, TYPES, constants, ("x_row",), num_warps=packed.WARPS)
+    return found
+
+
+def show(bits: int, scaled: bool, tiles: int, x_tiles: int) -> None:
+    made = made_for(bits, scaled, tiles, x_tiles)
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S+<.*)$", made["ttgir"], re.M))
     wanted = [
         layout
@@ -34,3 +40,5 @@ if __name__ == "__main__":
         show(*given)
     for given in ((8, True, 1, 1), (8, True, 2, 2), (8, False, 1, 1), (8, False, 2, 2)):
         show(*given)
+    for bits, scaled in ((4, True), (8, True), (8, False)):  # without assembly: that it compiles
+        made_for(bits, scaled, 2, 1, asm=False)

@@ -203,9 +203,9 @@ def _terms(a0, a1, b0, b1, like):  # type: ignore[no-untyped-def]
     x_tiles: tl.constexpr = like.shape[1]
     warps: tl.constexpr = like.shape[2] // 32
     total = tl.zeros((tiles, x_tiles, warps, 8, 8), tl.float32)
-    for a, b in ((a0, b0), (a1, b1)):
-        wide_a = tl.broadcast_to(a, like.shape)
-        wide_b = tl.broadcast_to(b, like.shape)
+    for half in tl.static_range(2):
+        wide_a = tl.broadcast_to(a0 if half == 0 else a1, like.shape)
+        wide_b = tl.broadcast_to(b0 if half == 0 else b1, like.shape)
         left = tl.reshape(wide_a, (tiles, x_tiles, warps, 8, 1, 4))
         right = tl.reshape(wide_b, (tiles, x_tiles, warps, 1, 8, 4))
         total += tl.sum(_low(left) * _low(right) + _high(left) * _high(right), axis=5)
