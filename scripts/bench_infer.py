@@ -33,10 +33,11 @@ from torch.nn import functional as F
 
 from lowbit.configs.schema import ModelConfig, PrecisionConfig
 from lowbit.configs.schema_model import head_dim_of
+from lowbit.infer.arrangement import arranged
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.kernels import PACKED_ROWS
 from lowbit.infer.kv_codec import KvCodec, KvFormat
-from lowbit.infer.packed import FEW_ROWS, arranged, arranged_scales, product
+from lowbit.infer.packed import FEW_ROWS, product
 from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.cost import kv_cache_bytes_per_token, parameter_parts
@@ -259,19 +260,20 @@ def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
     found: list[Row] = []
     for name, (columns, width) in shapes.items():
         made = quantise(0.02 * torch.randn(columns, width, device=device), NVFP4_46)
-        stored, after, dense = made.pack(), made.after(), made.operand()
-        held = (arranged(stored.data.view(torch.uint8), 4), arranged_scales(stored.scales, 4))
+        after, dense = made.after(), made.operand()
+        codes, scales = arranged(made.pack(), columns)
+        assert scales is not None
         copies = max(1, int(COLD / (2 * columns * width))) if device.type == "cuda" else 1
         plain = [dense.clone() for _ in range(copies)]
-        packed = [(held[0].clone(), held[1].clone()) for _ in range(copies)]
+        packed = [(codes.clone(), scales.clone()) for _ in range(copies)]
         for rows in args.rows:
             x = torch.randn(rows, width, device=device).to(torch.bfloat16)
             row: Row = {"product": name, "shape": f"{columns} x {width}", "rows": rows}
             row["bf16 us"] = 1e6 / copies * _seconds([partial(F.linear, x, w) for w in plain], device)
             if device.type == "cuda" and rows <= PACKED_ROWS:
-                ours = [partial(product, x, codes, scales, after) for codes, scales in packed]
+                ours = [partial(product, x, data, of_blocks, after) for data, of_blocks in packed]
                 row["packed us"] = 1e6 / copies * _seconds(ours, device)
-                row["floor us"] = 1e6 * sum(part.nbytes for part in held) / BANDWIDTH
+                row["floor us"] = 1e6 * (codes.nbytes + scales.nbytes) / BANDWIDTH
                 row["over bf16"] = row["bf16 us"] / row["packed us"]
             found.append(row)
         print_table(found[-len(args.rows) :])

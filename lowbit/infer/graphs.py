@@ -80,14 +80,15 @@ class Steps:
         lines = self.slots.lines
         before = lines.clone()
         lines.zero_()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # A stream of its own, also to record on: PyTorch's for recording is that of the GPU which recorded first
+        stream = torch.cuda.Stream(lines.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARMUPS):
                 self._step(size, table, sampling)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             values = self._step(size, table, sampling)
         self._memory = graph.pool()
         lines.copy_(before)

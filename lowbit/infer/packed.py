@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from lowbit.errors import in_a_line
 from lowbit.infer import kernels
+from lowbit.infer.arrangement import arranged
 from lowbit.models.layers import Linear
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import candidates
@@ -56,25 +57,6 @@ def weight_only(policy: LinearPolicy) -> bool:
     return fprop.left.spec is None and fprop.rotation == 0 and not policy.mean_split and takes(fprop.right.spec)
 
 
-def arranged(data: Tensor, bits: int) -> Tensor:
-    """Codes as the kernel reads them: uint8 [rows, bytes] -> [tiles, steps, 1024]; see `kernels.packed`."""
-    codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1) if bits == 4 else data
-    # [tiles, half, 8 r, steps, word, 4 j, pairs, of a pair]: a word has the first of all pairs, then the second
-    codes = codes.view(len(data) // kernels.TILE_ROWS, 2, 8, -1, 4, 4, 16 // bits, 2)
-    codes = codes.permute(0, 3, 1, 2, 5, 4, 7, 6).flatten(2)
-    return codes[..., ::2] | codes[..., 1::2] << 4 if bits == 4 else codes.contiguous()
-
-
-def arranged_scales(scales: Tensor, bits: int) -> Tensor:
-    """Scales of blocks likewise: uint8 [rows, blocks] -> [tiles, steps, 128], or [tiles, steps, 32] of 8-bit codes."""
-    tiles = len(scales) // kernels.TILE_ROWS
-    if bits == 4:  # [tiles, half, 8 r, steps, word, groups of j]
-        scales = scales.view(tiles, 2, 8, -1, 4, 2).permute(0, 3, 2, 5, 1, 4)
-    else:
-        scales = scales.view(tiles, 2, 8, -1, 2).permute(0, 3, 2, 1, 4)
-    return scales.flatten(2).contiguous()
-
-
 class PackedLinear(LowbitLinear):
     """A `LowbitLinear` for sampling, with its weight in few bits for few rows."""
 
@@ -90,11 +72,7 @@ class PackedLinear(LowbitLinear):
         made = factor(self.effective(), self.policy.fprop.right, stream, None, dtype, wanted=Wanted.BOTH)
         self.frozen, after = made.operand().to(dtype), made.after()
         self.frozen_scale = None if after is None else after.expand(self.out_features, 1).contiguous()
-        packed = pack(made)
-        bits = packed.spec.element.bits
-        self.frozen_data = arranged(packed.data[: self.out_features].view(torch.uint8), bits)
-        if packed.scales.dtype is torch.uint8:
-            self.frozen_scales = arranged_scales(packed.scales[: self.out_features], bits)
+        self.frozen_data, self.frozen_scales = arranged(pack(made), self.out_features)
 
     def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
         """See `LowbitLinear.project_together`."""
@@ -187,10 +165,10 @@ def wrong(spec: QuantSpec, device: torch.device) -> str | None:
 
 def _agrees(spec: QuantSpec, weight: Tensor, inputs: Sequence[Tensor], device: torch.device) -> bool:
     """Whether products with a packed weight are those with the numbers that it stands for, up to BF16 and sums."""
-    made, bits = quantise(weight, spec), spec.element.bits
-    packed, after, dense = made.pack(), made.after(), made.operand().float()
-    data = arranged(packed.data.view(torch.uint8), bits).to(device)
-    scales = arranged_scales(packed.scales, bits).to(device) if packed.scales.dtype is torch.uint8 else None
+    made = quantise(weight, spec)
+    after, dense = made.after(), made.operand().float()
+    data, scales = (None if part is None else part.to(device) for part in arranged(made.pack(), len(weight)))
+    assert data is not None
     times = torch.ones(1, 1) if after is None else after.t()
     for x in inputs:
         given = x.to(device, torch.bfloat16)

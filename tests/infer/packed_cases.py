@@ -7,8 +7,8 @@ import torch
 from attention_cases import mend_interpreter
 from torch import Tensor
 
+from lowbit.infer.arrangement import arranged
 from lowbit.infer.kernels.packed import packed_product
-from lowbit.infer.packed import arranged, arranged_scales
 from lowbit.quant.quantise import quantise
 from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4, NVFP4_46, NVFP4_ROW, QuantSpec
 
@@ -18,10 +18,9 @@ SPECS = {spec.name: spec for spec in (NVFP4_46, NVFP4, NVFP4_ROW, MXFP8, FP8_ROW
 def compare(spec: QuantSpec, x: Tensor, weight: Tensor, device: str, asm: bool) -> None:
     """x [rows, in] BF16, weight [out, in] FP32. Without assembly the result stays FP32."""
     made = quantise(weight, spec)
-    packed, after = made.pack(), made.after()
-    bits = spec.element.bits
-    scales = arranged_scales(packed.scales, bits).to(device) if packed.scales.dtype is torch.uint8 else None
-    data = arranged(packed.data.view(torch.uint8), bits).to(device)
+    after = made.after()
+    data, scales = (None if part is None else part.to(device) for part in arranged(made.pack(), len(weight)))
+    assert data is not None
     outer = None if after is None else after.to(device)
     dtype = torch.bfloat16 if asm else torch.float32
     got = packed_product(x.to(device), data, scales, outer, asm, dtype).cpu()

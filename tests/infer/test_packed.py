@@ -13,12 +13,13 @@ from torch import Tensor
 
 from lowbit.configs.schema import PrecisionConfig
 from lowbit.infer import packed
+from lowbit.infer.arrangement import arranged
 from lowbit.infer.packed import FEW_ROWS, PackedLinear, weight_only
 from lowbit.models.layers import Linear, project
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.philox import make_clock, make_key
 from lowbit.quant.presets import PRESETS
-from lowbit.quant.quantised import Quantised
+from lowbit.quant.quantised import Packed, Quantised
 from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4_46, QuantSpec
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -47,15 +48,21 @@ def test_which_presets_are_weight_only(name: str) -> None:
     assert weight_only(PRESETS[name]) == (name in WEIGHT_ONLY)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_arranged_codes_and_scales_are_the_same(bits: int) -> None:
+@pytest.mark.parametrize("spec", [NVFP4_46, MXFP8, FP8_ROW], ids=lambda s: s.name)
+def test_arranged_codes_and_scales_are_the_same(spec: QuantSpec) -> None:
+    """Any codes with any scale, all that are no NaN; codes whose scale is zero become zeros, and stand for the same."""
+    bits, block = spec.element.bits, spec.block[1] or 256
     data = torch.randint(0, 256, (48, 32 * bits), dtype=torch.uint8)
-    found = packed.arranged(data, bits)
-    assert found.shape == (3, 2 if bits == 4 else 4, 1024) and torch.equal(by_column(found, bits), data)
-    scales = torch.randint(0, 256, (48, 16 if bits == 4 else 8), dtype=torch.uint8)
-    found = packed.arranged_scales(scales, bits)
-    assert found.shape == (3, 2 if bits == 4 else 4, 128 if bits == 4 else 32)
-    assert torch.equal(by_block(found), scales)
+    scales = torch.arange(48 * 256 // block).view(48, -1) % (127 if bits == 4 else 255)
+    held = scales.to(torch.uint8) if spec.block[1] else torch.ones(48, 1)
+    found, found_scales = arranged(Packed(data, held, None, (48, 256), spec, (48, 256 // block), False), 48)
+    assert found.shape == (3, 2 if bits == 4 else 4, 1024)
+    if found_scales is not None:
+        assert found_scales.shape == (3, 2 if bits == 4 else 4, 128 if bits == 4 else 32)
+        assert torch.equal(by_block(found_scales), held)
+    if bits == 4:
+        data = torch.where(scales.repeat_interleave(8, dim=1) == 0, 0, data)
+    assert torch.equal(by_column(found, bits), data)
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)

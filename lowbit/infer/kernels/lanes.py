@@ -7,8 +7,9 @@ where that says more. Without it (ASM false) they are plain Triton, for the inte
 Thread 4 r + j of a warp holds, of the tile of 16 x 16 numbers that `mma.m16n8k16` takes (PTX ISA), rows r and r + 8 in
 four pairs, and of the other factor row r in two. Which columns a pair is of is free, as long as both factors agree.
 
-**Unpacking** must cost few instructions a number: at 3 TB/s of 4-bit codes a GPU has about five. A code's bits are put
-where BF16 has exponent and mantissa, which gives the number times a power of two, subnormals included:
+**Unpacking** must cost few instructions a number: at 3 TB/s of 4-bit codes a GPU has about five, and for integers half
+as many. A code's bits are put where BF16 has exponent and mantissa, which gives the number times a power of two,
+subnormals included:
 
     E2M1  s ee m         sign << 15 | (code & 7) << 6           = value x 2**-126
     E4M3  s eeee mmm     sign << 15 | (code & 127) << 4         = value x 2**-120
@@ -16,6 +17,12 @@ where BF16 has exponent and mantissa, which gives the number times a power of tw
 Two go through each instruction (Hopper multiplies pairs of BF16, subnormals included); the scales of 4-bit codes are
 multiplied with what takes the power of two back: 2**118 here, 2**8 in the end, for 2**126 times a scale may be too
 much.
+
+A word of row r and one of row r + 8 have eight numbers each, whose 4-bit codes are not in order but where a shift and
+an AND leave two of them as BF16 wants them (`arrangement`): bits {6, 7, 8, 15} of both halves of a word are there
+already, {0, 1, 2, 9} are after a shift and {10, 11, 12, 3} after a rotation. No fourth such set is left in 16 bits; but
+what is left over in both words, one shifted by two, makes two of them. Scales are bytes E5M3, all of them normal
+numbers: a product and a sum with integers make such a byte twice a word of BF16.
 """
 
 import triton
@@ -23,15 +30,16 @@ import triton.language as tl
 
 _UNPACK_E2M1 = """
 {
-.reg .b32 a, b;
-shl.b32 a, $4, 6;  and.b32 a, a, 0x01C001C0;  shl.b32 b, $4, 12;  lop3.b32 a, a, b, 0x80008000, 0xF8;
-mul.rn.bf16x2 $0, a, $5;
-shl.b32 a, $4, 2;  and.b32 a, a, 0x01C001C0;  shl.b32 b, $4, 8;   lop3.b32 a, a, b, 0x80008000, 0xF8;
-mul.rn.bf16x2 $1, a, $5;
-shr.u32 a, $4, 2;  and.b32 a, a, 0x01C001C0;  shl.b32 b, $4, 4;   lop3.b32 a, a, b, 0x80008000, 0xF8;
-mul.rn.bf16x2 $2, a, $5;
-shr.u32 a, $4, 6;  and.b32 a, a, 0x01C001C0;  lop3.b32 a, a, $4, 0x80008000, 0xF8;
-mul.rn.bf16x2 $3, a, $5;
+.reg .b32 a, c;
+and.b32 a, $8, 0x81C081C0;                                 mul.rn.bf16x2 $0, a, $10;
+shl.b32 a, $8, 6;            and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $1, a, $10;
+shf.r.wrap.b32 a, $8, $8, 4; and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $2, a, $10;
+and.b32 a, $9, 0x81C081C0;                                 mul.rn.bf16x2 $4, a, $11;
+shl.b32 a, $9, 6;            and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $5, a, $11;
+shf.r.wrap.b32 a, $9, $9, 4; and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $6, a, $11;
+shr.u32 c, $9, 2;            lop3.b32 c, $8, c, 0x60306030, 0xE4;
+shl.b32 a, c, 4;             and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $3, a, $10;
+shf.r.wrap.b32 a, c, c, 6;   and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $7, a, $11;
 }
 """
 _UNPACK_E4M3 = """
@@ -44,15 +52,8 @@ shr.u32 a, $2, 4;  and.b32 a, a, 0x07F007F0;  lop3.b32 a, a, $2, 0x80008000, 0xF
 mul.rn.bf16x2 a, a, c;  mul.rn.bf16x2 $1, a, $3;
 }
 """
-# A scale twice in a word: E4M3 in the unit of UNPACK_E2M1, by two factors since one would be too large; E8M0
-_E4M3_PAIR = """
-{
-.reg .b32 a, b;
-prmt.b32 a, $1, 0, $2;  shl.b32 a, a, 4;
-mov.b32 b, 0x7F007F00;  mul.rn.bf16x2 a, a, b;
-mov.b32 b, 0x77007700;  mul.rn.bf16x2 $0, a, b;
-}
-"""
+# A scale twice in a word: of 4-bit codes a byte E5M3 in the unit of UNPACK_E2M1 (the added number is 235 << 7), or E8M0
+_E5M3_PAIR = "{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, 16, $3; }"
 _E8M0_PAIR = "{ .reg .b32 a; prmt.b32 a, $1, 0, $2; shl.b32 a, a, 7; max.u32 $0, a, 0x00400040; }"
 _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -64,10 +65,13 @@ _KEEP_1 = "ld.global.nc.b32 $0, [$1];"
 _PREFETCH = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
 _KEEP_2 = "ld.global.nc.v2.b32 {$0, $1}, [$2];"
 UNPACK_E2M1, UNPACK_E4M3, MMA = tl.constexpr(_UNPACK_E2M1), tl.constexpr(_UNPACK_E4M3), tl.constexpr(_MMA)
-E4M3_PAIR, E8M0_PAIR = tl.constexpr(_E4M3_PAIR), tl.constexpr(_E8M0_PAIR)
+E5M3_PAIR, E8M0_PAIR = tl.constexpr(_E5M3_PAIR), tl.constexpr(_E8M0_PAIR)
 STREAM, KEEP_4, KEEP_2 = tl.constexpr(_STREAM), tl.constexpr(_KEEP_4), tl.constexpr(_KEEP_2)
 KEEP_1, PREFETCH = tl.constexpr(_KEEP_1), tl.constexpr(_PREFETCH)
 RESULT_UNIT = tl.constexpr(2.0**8)
+PLACE = tl.constexpr(-0x7E3F7E40)  # 0x81C081C0, where a code is in a BF16
+SHARED = tl.constexpr(0x60306030)  # bits of a word of row r that belong to neither of its first six numbers
+E5M3_BASE = tl.constexpr(0x75807580)
 
 
 @triton.jit
@@ -103,14 +107,6 @@ def load_word(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _e2m1(code):  # type: ignore[no-untyped-def]
-    """Codes in the low 4 bits, int32 -> their numbers, FP32."""
-    low = code & 7
-    doubled = tl.where(low < 2, low, (2 | (low & 1)) << tl.maximum((low >> 1) - 1, 0))
-    return tl.where(code & 8 != 0, -doubled, doubled).to(tl.float32) * 0.5
-
-
-@triton.jit
 def _e4m3(code):  # type: ignore[no-untyped-def]
     """Codes in the low 8 bits, int32 -> their numbers, FP32; NaN is not among them (a NaN becomes 480)."""
     exponent, mantissa = (code >> 3) & 15, code & 7
@@ -136,36 +132,65 @@ def _high(word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scale(scales, byte: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale in one byte of words: a pair of BF16, for `UNPACK_E2M1` in its unit; in plain Triton FP32."""
-    if ASM:
-        selector = 0x4040 + 0x0101 * byte
-        return tl.inline_asm_elementwise(
-            E4M3_PAIR if BITS == 4 else E8M0_PAIR, "=&r,r,r", [scales, selector], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:  # noqa: RET505
-        code = (scales >> (8 * byte)) & 255
-        if BITS == 4:
-            return _e4m3(code)
-        else:  # noqa: RET505
-            return tl.where(code > 0, code << 23, 1 << 22).to(tl.float32, bitcast=True)
+def _turned(word, by: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 rotated to the right."""
+    bits = word.to(tl.uint32, bitcast=True)
+    return ((bits >> by) | (bits << (32 - by))).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def unpack_e2m1(word, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Eight codes of 4 bits times their scale: four pairs, in the order of their columns."""
+def _times(word, scale):  # type: ignore[no-untyped-def]
+    """Two codes where BF16 has them, each times an FP32 scale."""
+    codes = word & PLACE
+    return _pair(_low(codes) * 2.0**126 * scale, _high(codes) * 2.0**126 * scale)
+
+
+@triton.jit
+def scale_e5m3(scales, base, byte: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale in one byte of words: a pair of BF16 in `UNPACK_E2M1`'s unit; in plain Triton FP32.
+
+    base: E5M3_BASE; 0 where the scale, and its byte, shall be zero.
+    """
+    if ASM:
+        selector = 0x4040 + 0x0101 * byte
+        return tl.inline_asm_elementwise(
+            E5M3_PAIR, "=r,r,r,r", [scales, selector, base], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505
+        code = (scales >> (8 * byte)) & 255
+        return tl.where(base != 0, (code << 20) + ((127 - 10) << 23), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_e8m0(scales, byte: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale in one byte of words: a pair of BF16; in plain Triton FP32."""
+    if ASM:
+        selector = 0x4040 + 0x0101 * byte
+        return tl.inline_asm_elementwise(
+            E8M0_PAIR, "=&r,r,r", [scales, selector], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505
+        code = (scales >> (8 * byte)) & 255
+        return tl.where(code > 0, code << 23, 1 << 22).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack_e2m1(a, b, scale_a, scale_b, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A word of row r and one of row r + 8 (see the module), times their scales: four pairs of each row, in the order
+    of their columns."""
     if ASM:
         return tl.inline_asm_elementwise(
-            UNPACK_E2M1, "=&r,=&r,=&r,=&r,r,r", [word, scale],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            UNPACK_E2M1, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [a, b, scale_a, scale_b],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True, pack=1,
         )  # fmt: skip
     else:  # noqa: RET505
+        shared = (a & SHARED) | ((b >> 2) & ~SHARED)
         return (
-            _pair(_e2m1(word) * scale, _e2m1(word >> 16) * scale),
-            _pair(_e2m1(word >> 4) * scale, _e2m1(word >> 20) * scale),
-            _pair(_e2m1(word >> 8) * scale, _e2m1(word >> 24) * scale),
-            _pair(_e2m1(word >> 12) * scale, _e2m1(word >> 28) * scale),
-        )
+            _times(a, scale_a), _times(a << 6, scale_a), _times(_turned(a, 4), scale_a), _times(shared << 4, scale_a),
+            _times(b, scale_b), _times(b << 6, scale_b), _times(_turned(b, 4), scale_b),
+            _times(_turned(shared, 6), scale_b),
+        )  # fmt: skip
 
 
 @triton.jit

@@ -7,12 +7,13 @@ gain. Every code times its block's scale is a BF16 number exactly, so the produc
 up to the order of its sums; the scale of the tensor or row multiplies the result.
 
 The factors do not go through shared memory: every thread reads its numbers of W as codes, its numbers of x, and
-multiplies them where they are (`lanes`). `packed.arranged` lays codes and scales down so that a thread's come in one
-read and a warp's next to each other, and that the columns of a word of codes are neighbours in x:
+multiplies them where they are (`lanes`). `arrangement` lays codes and scales down so that a thread's come in one read
+and a warp's next to each other, and that the columns of a word of codes are neighbours in x:
 
     step     of a warp: 128 columns of 4 bits, 64 of 8
     codes    [tiles of 16 rows, steps, half, 8 r, 4 j, word, 4 bytes]
-             row 8 half + r, columns 8 (4 word + j) + 0 ... 7 of the step; of 8 bits 4 (4 word + j) + 0 ... 3
+             row 8 half + r, columns 8 (4 word + j) + 0 ... 7 of the step (of 4 bits some bits of the last two lie in
+             the other half's word); of 8 bits 4 (4 word + j) + 0 ... 3
     scales   [tiles, steps, 8 r, 2 groups of j, half, word] of 4 bits, [tiles, steps, 8 r, half, 2] of 8
 
 The warps of a program share its rows and take the steps in turns; where N makes few programs, several share the steps
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from lowbit.infer.kernels import PACKED_MULTIPLE, PACKED_ROWS, TILE_ROWS
 from lowbit.infer.kernels.lanes import (
+    E5M3_BASE,
     KEEP_4,
     RESULT_UNIT,
     STREAM,
@@ -37,7 +39,8 @@ from lowbit.infer.kernels.lanes import (
     load_word,
     mma,
     prefetch,
-    scale,
+    scale_e5m3,
+    scale_e8m0,
     unpack_e2m1,
     unpack_e4m3,
 )
@@ -103,8 +106,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     """Add the product of a word of row r, one of row r + 8 and what is at `x`."""
     if BITS == 4:
         x0, x1, x2, x3 = load_four(x, ASM, KEEP_4)
-        u0, u1, u2, u3 = unpack_e2m1(a, scale_a, ASM)
-        v0, v1, v2, v3 = unpack_e2m1(b, scale_b, ASM)
+        u0, u1, u2, u3, v0, v1, v2, v3 = unpack_e2m1(a, b, scale_a, scale_b, ASM)
         c0, c1, c2, c3 = mma(c0, c1, c2, c3, u0, v0, u1, v1, x0, x1, ASM)
         return mma(c0, c1, c2, c3, u2, v2, u3, v3, x2, x3, ASM)
     else:  # noqa: RET505
@@ -186,15 +188,18 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         next_s, next_t = n0, m0
         if SCALED:
             next_s, next_t = _scales(scales, tile, step, steps, lane, BITS, ASM)
+        base = tl.where(there, E5M3_BASE, 0)
         if BITS == 4:  # a warp without a step of its own adds nothing: scales of 0
             s, t = tl.where(there, s, 0), tl.where(there, t, 0)
         for w in tl.static_range(4):
-            if SCALED:
-                scale_a, scale_b = scale(s, w * 4 // BITS, BITS, ASM), scale(t, w * 4 // BITS, BITS, ASM)
+            if BITS == 4:
+                scale_a, scale_b = scale_e5m3(s, base, w, ASM), scale_e5m3(t, base, w, ASM)
             else:
-                scale_a = tl.full((1, 1, 1), 0x3F803F80, tl.int32) if ASM else tl.full((1, 1, 1), 1.0, tl.float32)
-                scale_b = scale_a
-            if BITS == 8:
+                if SCALED:
+                    scale_a, scale_b = scale_e8m0(s, w // 2, ASM), scale_e8m0(t, w // 2, ASM)
+                else:
+                    scale_a = tl.full((1, 1, 1), 0x3F803F80, tl.int32) if ASM else tl.full((1, 1, 1), 1.0, tl.float32)
+                    scale_b = scale_a
                 scale_a, scale_b = tl.where(there, scale_a, 0), tl.where(there, scale_b, 0)
             c0, c1, c2, c3 = _multiply(
                 c0, c1, c2, c3, (a0, a1, a2, a3)[w], (b0, b1, b2, b3)[w], scale_a, scale_b,
@@ -227,8 +232,8 @@ def packed_product(
 
     Args:
         x: BF16, M up to PACKED_ROWS, K a multiple of PACKED_MULTIPLE; the numbers of a row lie next to each other.
-        data: uint8 [N / 16, steps, 1024], arranged for this kernel (`packed.arranged`): 4 bits (E2M1) or 8 (E4M3).
-        scales: uint8, E4M3 [N / 16, steps, 128] of blocks of 16, or E8M0 [N / 16, steps, 32] of 32; None: none.
+        data: uint8 [N / 16, steps, 1024], of 4 bits (E2M1) or 8 (E4M3), as `arrangement.arranged` has them.
+        scales: uint8, E5M3 [N / 16, steps, 128] of blocks of 16, or E8M0 [N / 16, steps, 32] of 32; None: none.
         after: FP32 [1, 1] or [N, 1].
         asm: unpack and multiply in inline assembly. out: type of the result.
     """
