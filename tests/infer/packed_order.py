@@ -8,7 +8,6 @@ from torch import Tensor
 from lowbit.quant.quantised import Packed, Quantised
 from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4
 
-
 OF_OWN = ((6, 7, 8, 15), (22, 23, 24, 31), (0, 1, 2, 9), (16, 17, 18, 25), (10, 11, 12, 19), (26, 27, 28, 3))
 """Where the bits of the code of numbers 0 to 5 are in the word of their row."""
 OF_BOTH = {

@@ -166,9 +166,7 @@ def scale_e8m0(scales, byte: tl.constexpr, ASM: tl.constexpr):  # type: ignore[n
     """The scale in one byte of words: a pair of BF16; in plain Triton FP32."""
     if ASM:
         selector = 0x4040 + 0x0101 * byte
-        return tl.inline_asm_elementwise(
-            E8M0_PAIR, "=&r,r,r", [scales, selector], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(E8M0_PAIR, "=&r,r,r", [scales, selector], dtype=tl.int32, is_pure=True, pack=1)
     else:  # noqa: RET505
         code = (scales >> (8 * byte)) & 255
         return tl.where(code > 0, code << 23, 1 << 22).to(tl.float32, bitcast=True)
