@@ -24,7 +24,7 @@ from lowbit.infer.cache import View
 from lowbit.infer.packed import PackedLinear
 from lowbit.infer.weights import HeldWeights
 from lowbit.models.attention import AttentionMask
-from lowbit.models.block import KV, Attention, AttentionOutput, Block, Rope, add_and_norm
+from lowbit.models.block import KV, Attention, AttentionOutput, Block, Rope
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, project
 from lowbit.models.moe import Mlp
 from lowbit.models.transformer import Transformer
@@ -43,6 +43,11 @@ class FusedNorm(RMSNorm):
             return given[1]
         y: Tensor = kernels.rms_norm(x, self.weight, self.eps)
         return y
+
+    def with_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and that normalised."""
+        total, normed = kernels.add_norm(x, delta, self.weight, self.eps)
+        return total, normed
 
 
 class FusedEmbedding(Embedding):
@@ -75,7 +80,7 @@ class FusedBlock(Block):
     """Of the next block, or of the model; not a module of this one."""
 
     def _ending(self, x: Tensor, delta: Tensor) -> Tensor:
-        x, normed = add_and_norm(x, delta, self.next_norm)
+        x, normed = self.next_norm.with_sum(x, delta)
         self.next_norm.given = (x, normed)
         return x
 

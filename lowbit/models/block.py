@@ -201,7 +201,7 @@ class Block(nn.Module):
             x = x + self.mlp_norm(h)
         else:
             a = self.attention(self.attention_norm(x), mask, rope, borrowed, cache, slot)
-            x, h = add_and_norm(x, a.y, self.mlp_norm)
+            x, h = self.mlp_norm.with_sum(x, a.y)
             h, loss, routing = self._mlp(h)
             x = self._ending(x, h)
         if a.loss is not None:
@@ -216,15 +216,6 @@ class Block(nn.Module):
             y, loss, statistics = self.mlp(x)
             return y, loss, statistics
         return self.mlp(x), None, None
-
-
-def add_and_norm(x: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """x + delta, and that normalised; one kernel on a GPU."""
-    if x.is_cuda:
-        total, normed = kernels.add_norm(x, delta, norm.weight, norm.eps)
-        return total, normed
-    x = x + delta
-    return x, norm(x)
 
 
 _aten = torch.ops.aten

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit.models import kernels
 from lowbit.models.low_rank import LowRank
 
 
@@ -186,6 +187,14 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> [..., width]."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+    def with_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and that normalised; one kernel on a GPU."""
+        if x.is_cuda:
+            total, normed = kernels.add_norm(x, delta, self.weight, self.eps)
+            return total, normed
+        x = x + delta
+        return x, self(x)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -29,6 +29,10 @@ def compare_parts(dtype: torch.dtype, device: str) -> None:
     norm = RMSNorm(96, 1e-6).to(device)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     torch.testing.assert_close(fused.rms_norm(x, norm.weight, 1e-6), norm(x), rtol=bound, atol=bound)
+    delta = torch.randn(5, 1, 96).to(device, dtype)
+    total, normed = fused.add_norm(x, delta, norm.weight, 1e-6)
+    torch.testing.assert_close(total, x + delta, rtol=0, atol=0)
+    torch.testing.assert_close(normed, norm(x + delta), rtol=bound, atol=bound)
     tokens, table = torch.randint(0, 50, (6, 3)).to(device), torch.randn(50, 96).to(device)
     assert torch.equal(fused.embed(tokens[:, 1], table, dtype), F.embedding(tokens[:, 1], table).to(dtype))
     both = (3 * torch.randn(7, 2 * 1500)).to(device, dtype)
@@ -55,7 +59,7 @@ def compare_engines(kv: KvFormat, **changes: object) -> None:
     for name, function in (("decode", attention.decode), ("turn_and_store", fused.turn_and_store)):
         setattr(kernels, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
     kernels.store, kernels.rms_norm, kernels.silu_mul = attention.store, fused.rms_norm, fused.silu_mul
-    kernels.embed = fused.embed
+    kernels.embed, kernels.add_norm = fused.embed, fused.add_norm
     got = engine.sample(requests, SamplingConfig(), seed=1)
     assert len(calls) > 10 and cache_module.kernels is kernels
     for ours, theirs in zip([s for g in got for s in g], [s for g in expected for s in g], strict=True):

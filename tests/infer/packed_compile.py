@@ -1,7 +1,7 @@
 """Compiles the packed product for compute capability 9.0, on a machine that need not have a GPU.
 
-A line a variant: bits, scaled, tiles of rows, tiles of x, whether every product of the tensor core has its threads
-where it wants them, registers, bytes that spilled.
+A line a variant: bits, scaled, tiles of rows, tiles of x, warps, whether every product of the tensor core has its
+threads where it wants them, registers, bytes that spilled.
 """
 
 import re
@@ -11,34 +11,35 @@ from hopper import build, usage
 
 from lowbit.infer.kernels import packed
 
-TYPES = {"x": "*bf16", "data": "*u8", "scales": "*u8", "after": "*fp32", "y": "*bf16", "partial": "*fp32"}
-TYPES["counters"] = "*i32"
+TYPES = {"x": "*bf16", "data": "*u8", "scales": "*u8", "after": "*fp32", "y": "*bf16"}
 
 
-def made_for(bits: int, scaled: bool, tiles: int, x_tiles: int, asm: bool = True) -> dict[str, Any]:
-    constants = {"BITS": bits, "SCALED": scaled, "TILES": tiles, "X_TILES": x_tiles, "WARPS": packed.WARPS}
-    constants |= {"AHEAD": packed.AHEAD, "AFTER": 2, "ASM": asm}
-    found: dict[str, Any] = build(packed._product_kernel, TYPES, constants, ("x_row",), num_warps=packed.WARPS)
+def made_for(bits: int, scaled: bool, shape: packed.Shape, asm: bool = True) -> dict[str, Any]:
+    constants = {"BITS": bits, "SCALED": scaled, "TILES": shape.tiles, "X_TILES": shape.x_tiles, "WARPS": shape.warps}
+    constants |= {"AFTER": 2, "ASM": asm, "CHAINED": asm}
+    found: dict[str, Any] = build(packed._product_kernel, TYPES, constants, ("x_row",), num_warps=shape.warps)
     return found
 
 
-def show(bits: int, scaled: bool, tiles: int, x_tiles: int) -> None:
-    made = made_for(bits, scaled, tiles, x_tiles)
+def show(bits: int, scaled: bool, shape: packed.Shape) -> None:
+    made = made_for(bits, scaled, shape)
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S+<.*)$", made["ttgir"], re.M))
     wanted = [
         layout
         for layout, text in layouts.items()
-        if "threadsPerWarp = [1, 1, 32]" in text and f"warpsPerCTA = [1, 1, {packed.WARPS}]" in text
+        if "threadsPerWarp = [1, 1, 32]" in text and f"warpsPerCTA = [1, 1, {shape.warps}]" in text
     ]
     products = [line for line in made["ttgir"].splitlines() if "mma.sync" in line]
     right = bool(products) and all(re.findall(r"#\w+(?=>)", line)[-1] in wanted for line in products)
-    print(bits, scaled, tiles, x_tiles, right, *usage(made["cubin"]))
+    print(bits, scaled, *shape, right, *usage(made["cubin"]))
 
 
 if __name__ == "__main__":
-    for given in ((4, True, 1, 1), (4, True, 2, 1), (4, True, 2, 2), (4, True, 1, 2), (4, True, 1, 4), (4, True, 1, 8)):
-        show(*given)
-    for given in ((8, True, 1, 1), (8, True, 2, 2), (8, False, 1, 1), (8, False, 2, 2)):
-        show(*given)
+    shapes = {packed.shape_of(rows, tiles, 32) for rows in (1, 16, 32, 64) for tiles in (256, 2048)}
+    for shape in sorted(shapes):
+        show(4, True, shape)
+    for shape in sorted(shapes)[:4]:
+        show(8, True, shape)
+        show(8, False, shape)
     for bits, scaled in ((4, True), (8, True), (8, False)):  # without assembly: that it compiles
-        made_for(bits, scaled, 2, 1, asm=False)
+        made_for(bits, scaled, packed.Shape(2, 1, 4), asm=False)

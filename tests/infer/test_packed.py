@@ -148,7 +148,7 @@ def test_threads_are_where_the_tensor_core_wants_them() -> None:
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 10 and all(right == "True" for *_, right, _, _ in lines), done.stdout
+    assert len(lines) > 10 and all(right == "True" for *_, right, _, _ in lines), done.stdout
     assert all(spilled == "0" for *_, spilled in lines), done.stdout
 
 

@@ -22,7 +22,7 @@ MOST_TOKENS = 1 << 20
 if TYPE_CHECKING or torch.version.cuda is not None:
     from lowbit.infer.kernels.attention import decode, store
     from lowbit.infer.kernels.draw import draw
-    from lowbit.infer.kernels.fused import embed, rms_norm, scaled, silu_mul, turn_and_store
+    from lowbit.infer.kernels.fused import add_norm, embed, rms_norm, scaled, silu_mul, turn_and_store
     from lowbit.infer.kernels.packed import packed_product
 else:
 
@@ -30,7 +30,7 @@ else:
         """Never reached: used for CUDA tensors only."""
         raise RuntimeError("this PyTorch has no CUDA")
 
-    decode = draw = embed = store = rms_norm = scaled = silu_mul = turn_and_store = packed_product = _never
+    add_norm = decode = draw = embed = store = rms_norm = scaled = silu_mul = turn_and_store = packed_product = _never
 
 
 def handles(keys: Tensor) -> bool:
@@ -45,6 +45,7 @@ __all__ = [
     "PACKED_ROWS",
     "TILE_ROWS",
     "Memory",
+    "add_norm",
     "decode",
     "draw",
     "embed",

@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowbit.infer.kernels.chain import chained, let_next, wait
+
 Memory = tuple[Tensor, Tensor, Tensor, Tensor]
 
 CHUNK = 256
@@ -53,8 +55,10 @@ def put_codes(number, memory, scales, place, D: tl.constexpr, LARGEST: tl.conste
 def _store_kernel(  # type: ignore[no-untyped-def]
     k, v, keys, values, key_scales, value_scales, slots,
     k_row, k_head, v_row, v_head,
-    HEADS: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, INTEGER: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, INTEGER: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next(CHAINED)
+    wait(CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.load(slots + row) * HEADS + head
     d = tl.arange(0, D)
@@ -71,7 +75,7 @@ def store(k: Tensor, v: Tensor, memory: Memory, slots: Tensor, largest: float | 
         k, v, keys, values, key_scales, value_scales, slots,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEADS=heads, D=dim, LARGEST=largest or 0.0, INTEGER=keys.dtype is torch.int8,
-        num_warps=1,
+        num_warps=1, **chained(k.device),
     )  # fmt: skip
 
 
@@ -81,8 +85,10 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     q_row, q_head, table_row, start_row, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next(CHAINED)
+    wait(CHAINED)
     row, head, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(start + row * start_row).to(tl.int32) + 1
     first = 0
@@ -136,7 +142,10 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
 def _join_kernel(  # type: ignore[no-untyped-def]
     partial, logsums, start, out, start_row,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next(CHAINED)
+    wait(CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(start + row * start_row).to(tl.int32) + 1
     first = 0
@@ -189,12 +198,12 @@ def decode(
         HEADS=shared, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), D=dim, BLOCK=block,
         TILE=128 if dim <= 64 else 64, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, SCALED=largest is not None,
         CAP=softcap or 0.0,
-        num_warps=4,
+        num_warps=4, **chained(q.device),
     )  # fmt: skip
     if pieces == 1:
         return out
     _join_kernel[(rows, heads)](
         partial, logsums, start, out, start.stride(0),
-        H=heads, D=dim, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, num_warps=1,
+        H=heads, D=dim, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, num_warps=1, **chained(q.device),
     )  # fmt: skip
     return out

@@ -14,14 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.infer.kernels import MOST_TOKENS
+from lowbit.infer.kernels.chain import chained, let_next, wait
 
 BLOCK, CHUNK = 256, 2048
 
 
 @triton.jit
 def _sums_kernel(  # type: ignore[no-untyped-def]
-    logits, greatest, sums, row_stride, V, temperature, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    logits, greatest, sums, row_stride, V, temperature, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr
 ):
+    let_next(CHAINED)
+    wait(CHAINED)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     EACH: tl.constexpr = CHUNK // BLOCK
     block, inside = tl.arange(0, EACH), tl.arange(0, BLOCK)
@@ -50,8 +53,10 @@ def _first_beyond(weight, threshold, index, SIZE: tl.constexpr):  # type: ignore
 @triton.jit
 def _draw_kernel(  # type: ignore[no-untyped-def]
     logits, greatest, sums, noise, values, row_stride, V, chunks, temperature,
-    BLOCK: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next(CHAINED)
+    wait(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     there = block < chunks * EACH
@@ -94,10 +99,11 @@ def draw(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
     greatest = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     sums = torch.empty(rows, chunks * each, dtype=torch.float64, device=logits.device)
     _sums_kernel[(rows, chunks)](
-        logits, greatest, sums, logits.stride(0), vocab, temperature, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4
-    )
+        logits, greatest, sums, logits.stride(0), vocab, temperature, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4,
+        **chained(logits.device),
+    )  # fmt: skip
     _draw_kernel[(rows,)](
         logits, greatest, sums, noise, values, logits.stride(0), vocab, chunks, temperature,
-        BLOCK=BLOCK, EACH=each, BLOCKS=triton.next_power_of_2(chunks * each), num_warps=4,
+        BLOCK=BLOCK, EACH=each, BLOCKS=triton.next_power_of_2(chunks * each), num_warps=4, **chained(logits.device),
     )  # fmt: skip
     return values

@@ -60,14 +60,21 @@ _MMA = (
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
 _STREAM = "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
-_KEEP_4 = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+_KEEP_4 = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
 _KEEP_1 = "ld.global.nc.b32 $0, [$1];"
-_PREFETCH = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-_KEEP_2 = "ld.global.nc.v2.b32 {$0, $1}, [$2];"
+_FETCH = """
+{
+.reg .pred p;
+setp.eq.u32 p, $2, 0;
+@p cp.async.bulk.prefetch.L2.global [$1], $3;
+mov.b32 $0, 0;
+}
+"""
+_KEEP_2 = "ld.global.v2.b32 {$0, $1}, [$2];"
 UNPACK_E2M1, UNPACK_E4M3, MMA = tl.constexpr(_UNPACK_E2M1), tl.constexpr(_UNPACK_E4M3), tl.constexpr(_MMA)
 E5M3_PAIR, E8M0_PAIR = tl.constexpr(_E5M3_PAIR), tl.constexpr(_E8M0_PAIR)
 STREAM, KEEP_4, KEEP_2 = tl.constexpr(_STREAM), tl.constexpr(_KEEP_4), tl.constexpr(_KEEP_2)
-KEEP_1, PREFETCH = tl.constexpr(_KEEP_1), tl.constexpr(_PREFETCH)
+KEEP_1, FETCH = tl.constexpr(_KEEP_1), tl.constexpr(_FETCH)
 RESULT_UNIT = tl.constexpr(2.0**8)
 PLACE = tl.constexpr(-0x7E3F7E40)  # 0x81C081C0, where a code is in a BF16
 SHARED = tl.constexpr(0x60306030)  # bits of a word of row r that belong to neither of its first six numbers
@@ -90,7 +97,7 @@ def load_two(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """int32 at a pointer and the one behind it."""
     if ASM:
         return tl.inline_asm_elementwise(
-            KEEP_2, "=&r,=&r,l", [pointer], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            KEEP_2, "=&r,=&r,l", [pointer], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
         )
     else:  # noqa: RET505
         return tl.load(pointer), tl.load(pointer + 1)
@@ -237,7 +244,7 @@ def _terms(a0, a1, b0, b1, like):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def prefetch(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Have what a pointer is at brought near."""
+def fetch(pointer, size, thread, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Have so many bytes (a multiple of 16) from a pointer on brought to the L2 cache, by thread 0 alone."""
     if ASM:
-        tl.inline_asm_elementwise(PREFETCH, "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(FETCH, "=r,l,r,r", [pointer, thread, size], dtype=tl.int32, is_pure=False, pack=1)

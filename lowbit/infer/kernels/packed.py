@@ -16,11 +16,10 @@ and a warp's next to each other, and that the columns of a word of codes are nei
              the other half's word); of 8 bits 4 (4 word + j) + 0 ... 3
     scales   [tiles, steps, 8 r, 2 groups of j, half, word] of 4 bits, [tiles, steps, 8 r, half, 2] of 8
 
-The warps of a program share its rows and take the steps in turns; where N makes few programs, several share the steps
-of a tile, and the last to finish adds their parts, in their order, so that the sum is the same every time.
+The warps of a program share its rows and take the steps in turns; their sums are added in their order. A program has
+all of its part of the weight brought to the L2 cache at once, before the kernel before it has ended (`chain`).
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -29,32 +28,25 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.infer.kernels import PACKED_MULTIPLE, PACKED_ROWS, TILE_ROWS
+from lowbit.infer.kernels.chain import chained, let_next, wait
 from lowbit.infer.kernels.lanes import (
     E5M3_BASE,
     KEEP_4,
     RESULT_UNIT,
     STREAM,
+    fetch,
     load_four,
     load_two,
     load_word,
     mma,
-    prefetch,
     scale_e5m3,
     scale_e8m0,
     unpack_e2m1,
     unpack_e4m3,
 )
 
-PROCESSORS = 132
-"""Of an H100 or H200."""
-MOST_TILES = 1 << 14
-"""Tiles of rows that there are counters for."""
-WARPS = 4
-"""Of a program."""
 X_TILE = 8
 """Rows of x that the tensor core takes at once."""
-AHEAD = 2
-"""Turns by which codes are brought to the L2 cache before they are read."""
 
 
 class Shape(NamedTuple):
@@ -64,20 +56,16 @@ class Shape(NamedTuple):
     """Tiles of rows of W in a program."""
     x_tiles: int
     """Tiles of rows of x."""
-    parts: int
-    """Programs that share the steps of a tile."""
-    steps: int
-    """Steps of a part."""
+    warps: int
+    """Of a program."""
 
 
 def shape_of(rows: int, tiles: int, steps: int) -> Shape:
-    """For so many rows of x, tiles of W and steps: enough programs to fill a GPU, each with steps to go on."""
+    """For so many rows of x, tiles of W and steps: enough warps to fill a GPU, each with steps to go on."""
     x_tiles = triton.next_power_of_2(triton.cdiv(rows, X_TILE))
-    together = 2 if tiles >= 4 * PROCESSORS and x_tiles <= 2 else 1
-    programs = triton.cdiv(tiles, together)
-    parts = max(1, min(4 * PROCESSORS // programs, steps // (2 * WARPS)))
-    each = triton.cdiv(steps, parts)
-    return Shape(together, x_tiles, triton.cdiv(steps, each), each)
+    together = 2 if tiles >= 1024 and x_tiles <= 2 else 1
+    warps = 4 if tiles >= 1024 else 8
+    return Shape(together, x_tiles, warps)
 
 
 @triton.jit
@@ -100,17 +88,26 @@ def _scales(scales, tile, step, steps, lane, BITS: tl.constexpr, ASM: tl.constex
 
 
 @triton.jit
+def _inputs(x, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a thread multiplies with a word: four words of x, or two."""
+    if BITS == 4:
+        return load_four(x, ASM, KEEP_4)
+    else:  # noqa: RET505
+        return load_two(x, ASM)
+
+
+@triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
     c0, c1, c2, c3, a, b, scale_a, scale_b, x, BITS: tl.constexpr, ASM: tl.constexpr
 ):
-    """Add the product of a word of row r, one of row r + 8 and what is at `x`."""
+    """Add the product of a word of row r, one of row r + 8 and inputs `x`."""
     if BITS == 4:
-        x0, x1, x2, x3 = load_four(x, ASM, KEEP_4)
+        x0, x1, x2, x3 = x
         u0, u1, u2, u3, v0, v1, v2, v3 = unpack_e2m1(a, b, scale_a, scale_b, ASM)
         c0, c1, c2, c3 = mma(c0, c1, c2, c3, u0, v0, u1, v1, x0, x1, ASM)
         return mma(c0, c1, c2, c3, u2, v2, u3, v3, x2, x3, ASM)
     else:  # noqa: RET505
-        x0, x1 = load_two(x, ASM)
+        x0, x1 = x
         u0, u1 = unpack_e4m3(a, scale_a, ASM)
         v0, v1 = unpack_e4m3(b, scale_b, ASM)
         return mma(c0, c1, c2, c3, u0, v0, u1, v1, x0, x1, ASM)
@@ -123,44 +120,27 @@ def _over_warps(c, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _finish(  # type: ignore[no-untyped-def]
-    out, after, y, partial, counters, M, all_tiles,
-    TILES: tl.constexpr, X_TILES: tl.constexpr, AFTER: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Store a program's sums [TILES, X_TILES, 32, 2, 2]; where several share a tile, the last one adds all."""
+def _store(out, after, y, M, all_tiles, TILES: tl.constexpr, X_TILES: tl.constexpr, AFTER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a program's sums [TILES, X_TILES, 32, 2, 2] times the scale of the tensor or row."""
     lane = tl.arange(0, 32)[None, None, :, None, None]
     m = tl.arange(0, X_TILES)[None, :, None, None, None] * 8 + lane % 4 * 2 + tl.arange(0, 2)[None, None, None, :, None]
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)[:, None, None, None, None]
     n = tile * 16 + lane // 4 + tl.arange(0, 2)[None, None, None, None, :] * 8
     inside = (m < M) & (tile < all_tiles)
-    place = m.to(tl.int64) * (all_tiles * 16) + n
-    size = tl.cast(M, tl.int64) * (all_tiles * 16)
-    parts = tl.num_programs(1)
-    arrived = parts - 1
-    if parts > 1:
-        tl.store(partial + tl.program_id(1) * size + place, out, mask=inside)
-        tl.debug_barrier()  # all of this program's numbers are there before it is counted
-        arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-    if arrived == parts - 1:
-        if parts > 1:
-            tl.store(counters + tl.program_id(0), 0)
-            out = tl.zeros((TILES, X_TILES, 32, 2, 2), tl.float32)
-            for i in range(parts):
-                out += tl.load(partial + i * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-        out = out * UNIT
-        if AFTER == 1:
-            out = out * tl.load(after)
-        if AFTER == 2:
-            out = out * tl.load(after + n, mask=inside, other=0.0)
-        tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
+    if AFTER == 1:
+        out = out * tl.load(after)
+    if AFTER == 2:
+        out = out * tl.load(after + n, mask=inside, other=0.0)
+    tl.store(y + (m.to(tl.int64) * (all_tiles * 16) + n), out.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "all_tiles", "steps", "part"])
+@triton.jit(do_not_specialize=["M", "all_tiles", "steps"])
 def _product_kernel(  # type: ignore[no-untyped-def]
-    x, data, scales, after, y, partial, counters, M, all_tiles, steps, part, x_row,
+    x, data, scales, after, y, M, all_tiles, steps, x_row,
     BITS: tl.constexpr, SCALED: tl.constexpr, TILES: tl.constexpr, X_TILES: tl.constexpr, WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, AFTER: tl.constexpr, ASM: tl.constexpr,
+    AFTER: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next(CHAINED)
     word = tl.pointer_type(tl.int32)
     data, scales, x = data.to(word), scales.to(word), x.to(word)
     NUMBERS: tl.constexpr = 32 // BITS  # of a word of codes; x has half as many words
@@ -168,22 +148,26 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     lane, warp = thread % 32, thread // 32
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)[:, None, None]
     tile = tl.minimum(tile, all_tiles - 1).to(tl.int64)  # so that no read needs a mask
+    # All that this program reads of the weight is on its way from here on
+    fetch(data + tile * steps * 256, steps * 1024, thread, ASM)
+    if SCALED:
+        SCALES: tl.constexpr = 128 if BITS == 4 else 32  # bytes of a step
+        fetch(scales + tile * steps * (SCALES // 4), steps * SCALES, thread, ASM)
     x_rows = tl.minimum(tl.arange(0, X_TILES)[None, :, None] * 8 + lane // 4, M - 1)
     x += x_rows.to(tl.int64) * (x_row // 2) + lane % 4 * (NUMBERS // 2)
-    begin = tl.program_id(1) * part
-    end = tl.minimum(begin + part, steps)
     c0 = tl.zeros((TILES, X_TILES, 32 * WARPS), tl.float32)
     c1, c2, c3 = c0, c0, c0
-    step = tl.minimum(begin + warp, end - 1)
+    step = tl.minimum(warp, steps - 1)
     a0, a1, a2, a3, b0, b1, b2, b3 = _codes(data, tile, step, steps, lane, ASM)
     s, t = a0, b0
     if SCALED:
         s, t = _scales(scales, tile, step, steps, lane, BITS, ASM)
-    for first in range(begin, end, WARPS):
-        far = tl.minimum(first + (1 + AHEAD) * WARPS + warp, end - 1)
-        prefetch(data + (tile * steps + far) * 256 + lane * 8, ASM)
-        there, mine = first + warp < end, step.to(tl.int64)
-        step = tl.minimum(first + WARPS + warp, end - 1)
+    wait(CHAINED)  # weights alone have been read
+    for first in range(0, steps, WARPS):
+        there, at = first + warp < steps, x + step.to(tl.int64) * (8 * NUMBERS)
+        x0, x1 = _inputs(at, BITS, ASM), _inputs(at + 2 * NUMBERS, BITS, ASM)
+        x2, x3 = _inputs(at + 4 * NUMBERS, BITS, ASM), _inputs(at + 6 * NUMBERS, BITS, ASM)
+        step = tl.minimum(first + WARPS + warp, steps - 1)
         n0, n1, n2, n3, m0, m1, m2, m3 = _codes(data, tile, step, steps, lane, ASM)
         next_s, next_t = n0, m0
         if SCALED:
@@ -202,8 +186,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]
                     scale_b = scale_a
                 scale_a, scale_b = tl.where(there, scale_a, 0), tl.where(there, scale_b, 0)
             c0, c1, c2, c3 = _multiply(
-                c0, c1, c2, c3, (a0, a1, a2, a3)[w], (b0, b1, b2, b3)[w], scale_a, scale_b,
-                x + mine * (8 * NUMBERS) + w * (2 * NUMBERS), BITS, ASM,
+                c0, c1, c2, c3, (a0, a1, a2, a3)[w], (b0, b1, b2, b3)[w], scale_a, scale_b, (x0, x1, x2, x3)[w],
+                BITS, ASM,
             )  # fmt: skip
         a0, a1, a2, a3, b0, b1, b2, b3, s, t = n0, n1, n2, n3, m0, m1, m2, m3, next_s, next_t
 
@@ -211,13 +195,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     above = tl.join(_over_warps(c0, WARPS), _over_warps(c1, WARPS))
     out = tl.join(above, tl.join(_over_warps(c2, WARPS), _over_warps(c3, WARPS)))  # [TILES, X_TILES, 32, 2, 2]
     UNIT: tl.constexpr = RESULT_UNIT if BITS == 4 and ASM else 1.0
-    _finish(out, after, y, partial, counters, M, all_tiles, TILES, X_TILES, AFTER, UNIT)
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """How many parts of each tile have come; each product leaves zeros. Products of one stream at a time."""
-    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+    _store(out * UNIT, after, y, M, all_tiles, TILES, X_TILES, AFTER)
 
 
 def packed_product(
@@ -227,6 +205,7 @@ def packed_product(
     after: Tensor | None,
     asm: bool = True,
     out: torch.dtype = torch.bfloat16,
+    shape: Shape | None = None,
 ) -> Tensor:
     """x [M, K] W^T -> [M, N].
 
@@ -235,23 +214,21 @@ def packed_product(
         data: uint8 [N / 16, steps, 1024], of 4 bits (E2M1) or 8 (E4M3), as `arrangement.arranged` has them.
         scales: uint8, E5M3 [N / 16, steps, 128] of blocks of 16, or E8M0 [N / 16, steps, 32] of 32; None: none.
         after: FP32 [1, 1] or [N, 1].
-        asm: unpack and multiply in inline assembly. out: type of the result.
+        asm: unpack and multiply in inline assembly. out: type of the result. shape: how it is cut, if not as usual.
     """
     rows, width = x.shape
     tiles, steps = data.shape[:2]
-    assert 0 < rows <= PACKED_ROWS and width % PACKED_MULTIPLE == 0 and tiles <= MOST_TILES
+    assert 0 < rows <= PACKED_ROWS and width % PACKED_MULTIPLE == 0
     assert x.dtype is torch.bfloat16 and width in (steps * 128, steps * 64)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # rows are read in pieces of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
-    shape = shape_of(rows, tiles, steps)
-    columns = tiles * TILE_ROWS
-    partial = torch.empty(shape.parts if shape.parts > 1 else 0, rows, columns, dtype=torch.float32, device=x.device)
-    y = torch.empty(rows, columns, dtype=out, device=x.device)
-    _product_kernel[(triton.cdiv(tiles, shape.tiles), shape.parts)](
-        x, data, data if scales is None else scales, data if after is None else after, y, partial,
-        _counters(x.device), rows, tiles, steps, shape.steps, x.stride(0),
-        BITS=4 if width == steps * 128 else 8, SCALED=scales is not None, TILES=shape.tiles, X_TILES=shape.x_tiles,
-        WARPS=WARPS, AHEAD=AHEAD, AFTER=0 if after is None else 1 if after.numel() == 1 else 2, ASM=asm,
-        num_warps=WARPS,
+    cut = shape or shape_of(rows, tiles, steps)
+    y = torch.empty(rows, tiles * TILE_ROWS, dtype=out, device=x.device)
+    _product_kernel[(triton.cdiv(tiles, cut.tiles),)](
+        x, data, data if scales is None else scales, data if after is None else after, y,
+        rows, tiles, steps, x.stride(0),
+        BITS=4 if width == steps * 128 else 8, SCALED=scales is not None, TILES=cut.tiles, X_TILES=cut.x_tiles,
+        WARPS=cut.warps, AFTER=0 if after is None else 1 if after.numel() == 1 else 2, ASM=asm,
+        num_warps=cut.warps, **chained(x.device),
     )  # fmt: skip
     return y

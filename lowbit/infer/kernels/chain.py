@@ -1,0 +1,41 @@
+"""Kernels that are there before the one before them has ended: programmatic dependent launch, from Hopper on.
+
+A decoding step is some three hundred kernels of a few microseconds, and between two of them a GPU does nothing for one:
+the programs of the one have to end before those of the next are placed. A kernel that is launched as a dependent is
+placed as soon as every program of the one before it has said that it may be, or ended, and then waits where it has to:
+
+    let_next     the next kernel may be placed beside this one; it does not read anything before its own `wait`
+    wait         until the kernel before has ended and what it wrote can be seen (and so with all before that)
+
+Every kernel of a step waits, so that "the one before has ended" holds for all before it. What does not change while a
+sampler runs, the weights, may be read before. CUDA graphs keep these dependencies (CUDA 12.3).
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def let_next(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """At the beginning of every program: the next kernel needs no more than room beside this one."""
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Before anything is read that another kernel writes, and before anything is written."""
+    if CHAINED:
+        gdc_wait()
+
+
+@cache
+def chained(device: torch.device) -> dict[str, bool]:
+    """How to launch on a device: arguments of a kernel whose constant CHAINED says whether it waits."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"CHAINED": False}
+    return {"CHAINED": True, "launch_pdl": True}
