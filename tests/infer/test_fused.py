@@ -48,7 +48,12 @@ def written_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
     monkeypatch.setattr(packed, "product", product)
+
+    def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return x + delta, rms_norm(x + delta, weight, eps)
+
     monkeypatch.setattr(kernels, "rms_norm", rms_norm)
+    monkeypatch.setattr(kernels, "add_norm", add_norm)
     monkeypatch.setattr(kernels, "silu_mul", lambda gate, up: F.silu(gate) * up)
     monkeypatch.setattr(kernels, "embed", lambda tokens, weight, dtype: weight[tokens].to(dtype))
 
@@ -113,13 +118,14 @@ def test_norms_made_with_the_sum_before_them_are_used_once(monkeypatch: pytest.M
     """Every norm between blocks comes with a sum; what was left of a pass that broke off is nobody's."""
     engine = _fused(EmbeddedSampler(model_of(torch.bfloat16, **WIDE), None, slots=4))
     calls = []
-    norm = kernels.rms_norm
-    monkeypatch.setattr(kernels, "rms_norm", lambda *a: calls.append(1) or norm(*a))
+    for name, kernel in (("rms_norm", kernels.rms_norm), ("add_norm", kernels.add_norm)):
+        monkeypatch.setattr(kernels, name, lambda *a, n=name, f=kernel: calls.append(n) or f(*a))
     norms = [*(block.attention_norm for block in engine.model.blocks), engine.model.final_norm]
     tokens = torch.randint(0, 60, (2, 9))
     with torch.no_grad():
         expected = engine.model(tokens)
-        assert all(norm.given is None for norm in norms) and len(calls) == 2 * len(engine.model.blocks) + 1
+        assert all(norm.given is None for norm in norms)
+        assert calls == ["rms_norm"] + ["add_norm"] * 2 * len(engine.model.blocks)
         for norm_ in norms[1:]:
             norm_.given = (torch.zeros(2, 9, 128), torch.ones(2, 9, 128))
         assert torch.equal(engine.model(tokens), expected)
