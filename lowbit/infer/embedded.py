@@ -22,7 +22,7 @@ run go on with the keys of their old tokens (as other asynchronous samplers do);
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from math import isnan
-from threading import Lock
+from threading import Lock, RLock
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ class EmbeddedSampler:
         packed: bool = True,
         fused: bool = True,
         device: torch.device | None = None,
+        recording: "RLock | None" = None,
     ) -> None:
         """
         Args:
@@ -85,6 +86,7 @@ class EmbeddedSampler:
             graphs, packed: on a GPU, capture the decoding step; multiply by weights in few bits where that is faster,
                 and not by BF16 copies of them. fused: in BF16 on a GPU, compute a layer in fewer kernels.
             device: where the copies are; None: where `model` is. If not the current GPU, see `elsewhere.py`.
+            recording: held while a step is captured; see `graphs.py`.
 
         Raises:
             ConfigError: a precision whose activations are scaled across the batch; no slots.
@@ -113,6 +115,7 @@ class EmbeddedSampler:
             raise ConfigError(f"block={self.block}: choose {'a power of two from 16 on' if gpu else 'at least 1'}")
         self.prefill_tokens = prefill_tokens or (GPU_PREFILL if gpu else CPU_PREFILL)
         self._graphs = graphs and gpu
+        self._recording = recording or RLock()
         self._allocated: tuple[PagedCache, BlockPool, Slots, Steps, Reader] | None = None
         self._lock = Lock()
         self._running = Lock()
@@ -291,7 +294,7 @@ class EmbeddedSampler:
             pool, old = BlockPool(blocks, self.block), None
         cache = PagedCache(self.model.config, blocks, self.block, self.codec, self.device, old)
         slots = Slots(count, table, longest, self.device)
-        steps = Steps(self.model, self.weights, cache, slots, self._graphs)
+        steps = Steps(self.model, self.weights, cache, slots, self._graphs, self._recording)
         reader = Reader(self.model, cache, pool, self.prefill_tokens, table if self.deterministic else None)
         self._allocated = (cache, pool, slots, steps, reader)
 

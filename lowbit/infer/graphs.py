@@ -7,9 +7,13 @@ for one number of slots and one way of sampling, and knows addresses: lines, cac
 
 Recording executes nothing, but PyTorch wants to have run the code before. It does so on empty slots, which write to
 block 0.
+
+While any stream of a GPU is recorded, CUDA lets no thread wait for the whole GPU, as compilers do to measure: it fails
+there. So recording holds a lock, which a thread that trains beside the sampler's holds, too, whenever it does anything.
 """
 
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -44,8 +48,18 @@ class Captured:
 class Steps:
     """The steps of one set of slots."""
 
-    def __init__(self, model: Transformer, weights: HeldWeights, cache: PagedCache, slots: Slots, graphs: bool) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        weights: HeldWeights,
+        cache: PagedCache,
+        slots: Slots,
+        graphs: bool,
+        recording: "RLock",
+    ) -> None:
+        """`recording`: held while a step is recorded."""
         self.model, self.weights, self.cache, self.slots = model, weights, cache, slots
+        self._recording = recording
         self._graphs = graphs and capturable(model)
         self._captured: dict[tuple[int, SamplingConfig], Captured] = {}
         self._memory: Any = None
@@ -61,7 +75,8 @@ class Steps:
             return self._step(size, table, sampling)
         captured = self._captured.get((size, sampling))
         if captured is None:
-            captured = self._capture(size, table, sampling)
+            with self._recording:
+                captured = self._capture(size, table, sampling)
         captured.graph.replay()
         return captured.values
 

@@ -153,7 +153,10 @@ class CopyingProducer(Producer):
 
 
 class AheadProducer(Producer):
-    """Draws in a thread, at most `ahead` rollouts before they are taken; weights wait for it on `device`."""
+    """Draws in a thread, at most `ahead` rollouts before they are taken; weights wait for it on `device`.
+
+    Whoever trains has the lock of recording steps (`infer/graphs.py`) but while it waits in `take`.
+    """
 
     def __init__(
         self,
@@ -162,9 +165,10 @@ class AheadProducer(Producer):
         ahead: int,
         seconds: float,
         device: torch.device,
+        recording: "threading.RLock | None" = None,
     ) -> None:
         super().__init__(drawing)
-        self._weights, self._device = weights, device
+        self._weights, self._device, self._recording = weights, device, recording or threading.RLock()
         drawing.ranks = drawing.ranks.beside("rollouts", self._require_going)
         self._ahead, self._seconds = ahead, seconds
         self._change = threading.Condition()
@@ -182,11 +186,19 @@ class AheadProducer(Producer):
             self._mail = (copies, version)
             self._change.notify_all()
         if self._thread is None:
+            self._recording.acquire()
             self._thread = threading.Thread(target=self._run, name="lowbit-rollouts", daemon=True)
             self._thread.start()
 
     def take(self) -> Rollout:
         """The oldest rollout. Raises LowbitError, saying what is missing, when none comes within `rollout.seconds`."""
+        self._recording.release()
+        try:
+            return self._oldest()
+        finally:
+            self._recording.acquire()
+
+    def _oldest(self) -> Rollout:
         deadline = time.monotonic() + self._seconds
         with self._change:
             while not self._waiting:
@@ -250,7 +262,9 @@ class AheadProducer(Producer):
             self._stop = True
             self._change.notify_all()
         if self._thread is not None:
+            self._recording.release()
             self._thread.join(timeout=60.0)
+            self._thread = None
 
 
 def aligned(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

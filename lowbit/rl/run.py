@@ -146,7 +146,8 @@ class Reinforcement(TaskRun):
         drawing = Drawing(self.rl, self._collector(apart), self.ranks)
         if not rollout.staleness:
             return CopyingProducer(drawing, self.weights)
-        return AheadProducer(drawing, self.weights, rollout.staleness // rollout.updates, rollout.seconds, apart)
+        ahead = rollout.staleness // rollout.updates
+        return AheadProducer(drawing, self.weights, ahead, rollout.seconds, apart, self.recording)
 
     def _reference(self) -> Transformer | None:
         """What the KL is to: another run, or what this one began with. With nothing but adapters to train that is the

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import Any, cast
 
 import torch
@@ -77,6 +78,8 @@ class TaskRun(Pretraining):
         self.task = make_task(config.task)
         self.rewards: RewardPool | None = None
         self.first_accuracy: float | None = None
+        self.recording = RLock()
+        """Of the samplers' steps; whoever trains beside a sampler has it."""
 
     def _prepare_data(self) -> Dataset:
         data = TaskData(tokenizer_of(self.config), self.task)
@@ -99,6 +102,7 @@ class TaskRun(Pretraining):
                 deterministic=self.config.deterministic,
                 share=apart is None,
                 device=apart,
+                recording=self.recording,
             )
 
         with self.whole():

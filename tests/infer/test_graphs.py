@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_a_step_is_recorded_on_a_stream_of_its_own_gpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     lines = torch.ones(4, 6, dtype=torch.int64)
-    steps = Steps(model_of(torch.bfloat16), None, None, SimpleNamespace(lines=lines), True)  # type: ignore[arg-type]
+    steps = Steps(model_of(torch.bfloat16), None, None, SimpleNamespace(lines=lines), True, RLock())  # type: ignore[arg-type]
     steps._step = lambda size, table, sampling: torch.zeros(size, 2)  # type: ignore[method-assign]
     steps._capture(4, 1, SamplingConfig())
     assert [stream.device for stream in streams] == [lines.device]

@@ -256,6 +256,44 @@ def test_a_sampler_that_never_answers_is_named() -> None:
     assert not any(thread.name == "lowbit-rollouts" and thread.is_alive() for thread in threading.enumerate())
 
 
+def test_steps_are_recorded_only_while_the_trainer_waits() -> None:
+    """CUDA lets nobody wait for a whole GPU while a stream of it is recorded, and a trainer may at any time."""
+    lock, training = threading.RLock(), threading.Event()
+    during: list[bool] = []
+
+    class Recording:
+        config = None
+        ranks = ALONE
+        doing = "recording"
+
+        class collector:
+            class sampler:
+                version = 0
+
+                @staticmethod
+                def update(weights: Any, version: int) -> None: ...
+
+        def draw(self, position: Any, version: int) -> Rollout:
+            position.index += 1
+            for _ in range(3):
+                with lock:
+                    during.append(training.is_set())
+                    time.sleep(0.01)
+                    during.append(training.is_set())
+            return Rollout(position.index, version, [])
+
+    producer = AheadProducer(Recording(), lambda: [], 2, 20.0, torch.device("cpu"), lock)  # type: ignore[arg-type]
+    for step in range(4):
+        producer.publish(step)
+        training.clear()
+        producer.take()
+        training.set()
+        time.sleep(0.05)
+    training.clear()
+    producer.close()
+    assert len(during) >= 4 * 6 and not any(during)
+
+
 def test_what_a_thread_raises_is_raised_here() -> None:
     class Broken(Drawing):
         def __init__(self) -> None:
