@@ -8,14 +8,18 @@ from attention_cases import mend_interpreter
 from torch import Tensor
 
 from lowbit.infer.arrangement import arranged
-from lowbit.infer.kernels.packed import packed_product
+from lowbit.infer.kernels.packed import Shape, packed_product
 from lowbit.quant.quantise import quantise
 from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4, NVFP4_46, NVFP4_ROW, QuantSpec
 
 SPECS = {spec.name: spec for spec in (NVFP4_46, NVFP4, NVFP4_ROW, MXFP8, FP8_ROW)}
 
 
-def compare(spec: QuantSpec, x: Tensor, weight: Tensor, device: str, asm: bool) -> None:
+CUTS = (Shape(1, 1, 2, 4), Shape(2, 2, 1, 4), Shape(1, 4, 2, 4), Shape(2, 4, 2, 8), Shape(1, 2, 1, 16))
+"""Ways to cut a product, beside the usual ones."""
+
+
+def compare(spec: QuantSpec, x: Tensor, weight: Tensor, device: str, asm: bool, shape: Shape | None = None) -> None:
     """x [rows, in] BF16, weight [out, in] FP32. Without assembly the result stays FP32."""
     made = quantise(weight, spec)
     after = made.after()
@@ -23,7 +27,7 @@ def compare(spec: QuantSpec, x: Tensor, weight: Tensor, device: str, asm: bool) 
     assert data is not None
     outer = None if after is None else after.to(device)
     dtype = torch.bfloat16 if asm else torch.float32
-    got = packed_product(x.to(device), data, scales, outer, asm, dtype).cpu()
+    got = packed_product(x.to(device), data, scales, outer, asm, dtype, shape).cpu()
     expected = x.double() @ made.operand().double().t()
     expected = expected if after is None else expected * after.double().t()
     assert got.dtype is dtype
@@ -48,4 +52,7 @@ if __name__ == "__main__":
             compare(spec, torch.randn(rows, width).bfloat16(), weights(columns, width), "cpu", False)
         for x in torch.eye(128).bfloat16().split(16):
             compare(spec, x, weights(48, 128), "cpu", False)
+        for cut in CUTS:
+            rows = 8 * cut.x_tiles - 1
+            compare(spec, torch.randn(rows, 640).bfloat16(), weights(144, 640), "cpu", False, cut)
         print(name)

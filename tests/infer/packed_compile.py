@@ -1,7 +1,7 @@
 """Compiles the packed product for compute capability 9.0, on a machine that need not have a GPU.
 
-A line a variant: bits, scaled, tiles of rows, tiles of x, warps, whether every product of the tensor core has its
-threads where it wants them, registers, bytes that spilled.
+A line a variant: bits, scaled, tiles of rows, groups, tiles of x, warps, whether every product of the tensor core has
+its threads where it wants them, registers, bytes that spilled.
 """
 
 import re
@@ -10,13 +10,16 @@ from typing import Any
 from hopper import build, usage
 
 from lowbit.infer.kernels import packed
+from lowbit.infer.kernels.ring import declaration, waiting
 
 TYPES = {"x": "*bf16", "data": "*u8", "scales": "*u8", "after": "*fp32", "y": "*bf16"}
 
 
 def made_for(bits: int, scaled: bool, shape: packed.Shape, asm: bool = True) -> dict[str, Any]:
-    constants = {"BITS": bits, "SCALED": scaled, "TILES": shape.tiles, "X_TILES": shape.x_tiles, "WARPS": shape.warps}
-    constants |= {"AFTER": 2, "ASM": asm, "CHAINED": asm}
+    constants = {"BITS": bits, "SCALED": scaled, "TILES": shape.tiles, "GROUPS": shape.groups}
+    constants |= {"X_TILES": shape.x_tiles, "WARPS": shape.warps}
+    constants |= {"AFTER": 2, "ASM": asm, "CHAINED": asm, "STAGES": shape.stages}
+    constants |= {"DECLARATION": declaration(shape.stages * shape.turn_bytes), "WAITING": waiting(shape.stages - 2)}
     found: dict[str, Any] = build(packed._product_kernel, TYPES, constants, ("x_row",), num_warps=shape.warps)
     return found
 
@@ -42,4 +45,4 @@ if __name__ == "__main__":
         show(8, True, shape)
         show(8, False, shape)
     for bits, scaled in ((4, True), (8, True), (8, False)):  # without assembly: that it compiles
-        made_for(bits, scaled, packed.Shape(2, 1, 4), asm=False)
+        made_for(bits, scaled, packed.Shape(2, 2, 1, 4), asm=False)

@@ -156,7 +156,7 @@ def test_threads_are_where_the_tensor_core_wants_them() -> None:
 @pytest.mark.parametrize("name", ["NVFP4_46", "NVFP4", "NVFP4_ROW", "MXFP8", "FP8_ROW"])
 def test_the_kernel_on_a_gpu(name: str) -> None:
     """Every code and scale through the identity, in assembly and without; then rows and shapes of every kind."""
-    from packed_cases import SPECS, compare, weights
+    from packed_cases import CUTS, SPECS, compare, weights
 
     for asm in (True, False):
         for x in torch.eye(256).bfloat16().split(16):
@@ -172,6 +172,10 @@ def test_the_kernel_on_a_gpu(name: str) -> None:
     ):
         x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).bfloat16()
         compare(SPECS[name], x, weights(columns, width), "cuda", True)
+    for cut in CUTS:
+        for columns, width in ((144, 640), (2064, 256), (48, 4096)):
+            x = torch.randn(8 * cut.x_tiles - 1, width, generator=torch.Generator().manual_seed(2)).bfloat16()
+            compare(SPECS[name], x, weights(columns, width), "cuda", True, cut)
     strided = torch.randn(4, 260, generator=torch.Generator().manual_seed(1)).bfloat16()[:, 3:259]
     compare(SPECS[name], strided, weights(64, 256), "cuda", True)
 

@@ -31,6 +31,8 @@ Memory = tuple[Tensor, Tensor, Tensor, Tensor]
 
 CHUNK = 256
 """Tokens of a piece."""
+FEW = 264
+"""Programs up to which each has room to begin with all its reads."""
 LOG2_E = tl.constexpr(1.44269504)
 
 
@@ -85,7 +87,7 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     q_row, q_head, table_row, start_row, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
-    CAP: tl.constexpr, CHAINED: tl.constexpr,
+    CAP: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
     wait(CHAINED)
@@ -105,10 +107,17 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     most = tl.full((PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     out = tl.zeros((PADDED, D), tl.float32)
-    for at in range(begin, end, TILE):
+    ALIGNED: tl.constexpr = BLOCK % TILE == 0 and CHUNK % BLOCK == 0  # a block has all of a tile, a piece whole blocks
+    if ALIGNED:
+        which = tl.arange(0, CHUNK // BLOCK)
+        blocks = tl.load(table + row * table_row + begin // BLOCK + which, begin + which * BLOCK < length, 0)
+    for at in tl.range(begin, end, TILE, num_stages=STAGES):
         here = at + inside
         seen = (here < length) & (here >= first)
-        block = tl.load(table + row * table_row + here // BLOCK, mask=here < length, other=0)
+        if ALIGNED:  # reads that wait for no other read can be begun early
+            block = tl.sum(tl.where(which == (at - begin) // BLOCK, blocks, 0), axis=0)
+        else:
+            block = tl.load(table + row * table_row + here // BLOCK, mask=here < length, other=0)
         place = (block * BLOCK + here % BLOCK) * HEADS + head
         key = tl.load(keys + place[None, :] * D + d[:, None], mask=seen[None, :], other=0.0)
         score = tl.dot(query, key.to(tl.float32).to(query.dtype), input_precision="ieee") * scale
@@ -197,7 +206,7 @@ def decode(
         q.stride(0), q.stride(1), table.stride(0), start.stride(0), 1 / math.sqrt(dim),
         HEADS=shared, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), D=dim, BLOCK=block,
         TILE=128 if dim <= 64 else 64, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, SCALED=largest is not None,
-        CAP=softcap or 0.0,
+        CAP=softcap or 0.0, STAGES=4 if rows * shared * pieces <= FEW else 3,
         num_warps=4, **chained(q.device),
     )  # fmt: skip
     if pieces == 1:

@@ -77,10 +77,11 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[
     """What is normalised, and normalised."""
     x = x.contiguous()
     width = x.shape[-1]
+    wide = triton.next_power_of_2(width)
     total, y = x if delta is None else torch.empty_like(x), torch.empty_like(x)
     _norm_kernel[(x.numel() // width,)](
         x, x if delta is None else delta, weight, total, y, width, eps,
-        WIDTH=triton.next_power_of_2(width), SUM=delta is not None, num_warps=4, **chained(x.device),
+        WIDTH=wide, SUM=delta is not None, num_warps=max(1, min(16, wide // 256)), **chained(x.device),
     )  # fmt: skip
     return total, y
 

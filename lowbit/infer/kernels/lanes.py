@@ -53,40 +53,33 @@ mul.rn.bf16x2 a, a, c;  mul.rn.bf16x2 $1, a, $3;
 }
 """
 # A scale twice in a word: of 4-bit codes a byte E5M3 in the unit of UNPACK_E2M1 (the added number is 235 << 7), or E8M0
-_E5M3_PAIR = "{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, 16, $3; }"
+_E5M3_PAIR = "{ .reg .b32 a; prmt.b32 a, $1, 0, $2; mad.lo.u32 $0, a, 16, 0x75807580; }"
 _E8M0_PAIR = "{ .reg .b32 a; prmt.b32 a, $1, 0, $2; shl.b32 a, a, 7; max.u32 $0, a, 0x00400040; }"
 _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
-_STREAM = "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
 _KEEP_4 = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-_KEEP_1 = "ld.global.nc.b32 $0, [$1];"
-_FETCH = """
-{
-.reg .pred p;
-setp.eq.u32 p, $2, 0;
-@p cp.async.bulk.prefetch.L2.global [$1], $3;
-mov.b32 $0, 0;
-}
-"""
 _KEEP_2 = "ld.global.v2.b32 {$0, $1}, [$2];"
 UNPACK_E2M1, UNPACK_E4M3, MMA = tl.constexpr(_UNPACK_E2M1), tl.constexpr(_UNPACK_E4M3), tl.constexpr(_MMA)
 E5M3_PAIR, E8M0_PAIR = tl.constexpr(_E5M3_PAIR), tl.constexpr(_E8M0_PAIR)
-STREAM, KEEP_4, KEEP_2 = tl.constexpr(_STREAM), tl.constexpr(_KEEP_4), tl.constexpr(_KEEP_2)
-KEEP_1, FETCH = tl.constexpr(_KEEP_1), tl.constexpr(_FETCH)
+KEEP_4, KEEP_2 = tl.constexpr(_KEEP_4), tl.constexpr(_KEEP_2)
 RESULT_UNIT = tl.constexpr(2.0**8)
 PLACE = tl.constexpr(-0x7E3F7E40)  # 0x81C081C0, where a code is in a BF16
 SHARED = tl.constexpr(0x60306030)  # bits of a word of row r that belong to neither of its first six numbers
-E5M3_BASE = tl.constexpr(0x75807580)
 
 
 @triton.jit
-def load_four(pointer, ASM: tl.constexpr, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_four(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """int32 at a pointer and the three behind it, in one read."""
     if ASM:
         return tl.inline_asm_elementwise(
-            HOW, "=&r,=&r,=&r,=&r,l", [pointer], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
+            KEEP_4,
+            "=&r,=&r,=&r,=&r,l",
+            [pointer],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
         )
     else:  # noqa: RET505  (Triton compiles what follows a constant condition, but not its other branch)
         return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
@@ -94,23 +87,14 @@ def load_four(pointer, ASM: tl.constexpr, HOW: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def load_two(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 at a pointer and the one behind it."""
+    """int32 at a pointer and the one behind it. In assembly like all reads: what is computed around a read of Triton's
+    own it lays out as suits that read, and threads would not hold what the tensor core wants of them."""
     if ASM:
         return tl.inline_asm_elementwise(
             KEEP_2, "=&r,=&r,l", [pointer], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
         )
     else:  # noqa: RET505
         return tl.load(pointer), tl.load(pointer + 1)
-
-
-@triton.jit
-def load_word(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 at a pointer. In assembly like all other reads: Triton would lay out what is computed around one of its own
-    as suits that read, and threads would not hold what the tensor core wants of them."""
-    if ASM:
-        return tl.inline_asm_elementwise(KEEP_1, "=r,l", [pointer], dtype=tl.int32, is_pure=True, pack=1)
-    else:  # noqa: RET505
-        return tl.load(pointer)
 
 
 @triton.jit
@@ -153,19 +137,14 @@ def _times(word, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scale_e5m3(scales, base, byte: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale in one byte of words: a pair of BF16 in `UNPACK_E2M1`'s unit; in plain Triton FP32.
-
-    base: E5M3_BASE; 0 where the scale, and its byte, shall be zero.
-    """
+def scale_e5m3(scales, byte: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale in one byte of words: a pair of BF16 in `UNPACK_E2M1`'s unit; in plain Triton FP32."""
     if ASM:
         selector = 0x4040 + 0x0101 * byte
-        return tl.inline_asm_elementwise(
-            E5M3_PAIR, "=r,r,r,r", [scales, selector, base], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(E5M3_PAIR, "=&r,r,r", [scales, selector], dtype=tl.int32, is_pure=True, pack=1)
     else:  # noqa: RET505
         code = (scales >> (8 * byte)) & 255
-        return tl.where(base != 0, (code << 20) + ((127 - 10) << 23), 0).to(tl.float32, bitcast=True)
+        return ((code << 20) + ((127 - 10) << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -241,10 +220,3 @@ def _terms(a0, a1, b0, b1, like):  # type: ignore[no-untyped-def]
         total += tl.sum(_low(left) * _low(right) + _high(left) * _high(right), axis=5)
     pairs = tl.reshape(total, (tiles, x_tiles, warps * 32, 2))  # thread 4 r + j: columns 2 j and 2 j + 1
     return tl.split(pairs)
-
-
-@triton.jit
-def fetch(pointer, size, thread, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Have so many bytes (a multiple of 16) from a pointer on brought to the L2 cache, by thread 0 alone."""
-    if ASM:
-        tl.inline_asm_elementwise(FETCH, "=r,l,r,r", [pointer, thread, size], dtype=tl.int32, is_pure=False, pack=1)

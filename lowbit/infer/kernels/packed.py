@@ -16,8 +16,9 @@ and a warp's next to each other, and that the columns of a word of codes are nei
              the other half's word); of 8 bits 4 (4 word + j) + 0 ... 3
     scales   [tiles, steps, 8 r, 2 groups of j, half, word] of 4 bits, [tiles, steps, 8 r, half, 2] of 8
 
-The warps of a program share its rows and take the steps in turns; their sums are added in their order. A program has
-all of its part of the weight brought to the L2 cache at once, before the kernel before it has ended (`chain`).
+The warps of a group share its rows and take the steps in turns; their sums are added in their order. Other groups of a
+program have other rows and read the same of x at about the same time, so that it comes from near. The weight's first
+turns are on their way (`ring`) before the kernel before this one has ended (`chain`).
 """
 
 from typing import NamedTuple
@@ -30,68 +31,109 @@ from torch import Tensor
 from lowbit.infer.kernels import PACKED_MULTIPLE, PACKED_ROWS, TILE_ROWS
 from lowbit.infer.kernels.chain import chained, let_next, wait
 from lowbit.infer.kernels.lanes import (
-    E5M3_BASE,
-    KEEP_4,
     RESULT_UNIT,
-    STREAM,
-    fetch,
     load_four,
     load_two,
-    load_word,
     mma,
     scale_e5m3,
     scale_e8m0,
     unpack_e2m1,
     unpack_e4m3,
 )
+from lowbit.infer.kernels.ring import COMMIT, declaration, once, send, take_four, take_one, take_two, waiting
 
 X_TILE = 8
 """Rows of x that the tensor core takes at once."""
+
+
+RING_BYTES = 48 * 1024
+"""Shared memory that a program may have without asking for more."""
 
 
 class Shape(NamedTuple):
     """How a product is cut."""
 
     tiles: int
-    """Tiles of rows of W in a program."""
+    """Tiles of rows of W that a warp has."""
+    groups: int
+    """Of warps that have other tiles than each other, and read the same of x."""
     x_tiles: int
     """Tiles of rows of x."""
     warps: int
-    """Of a program."""
+    """Of a program; those of a group share its steps."""
+
+    @property
+    def turn_bytes(self) -> int:
+        """Of a program's codes and scales in a turn, at most."""
+        return self.warps * 32 * self.tiles * (32 + 8)
+
+    @property
+    def stages(self) -> int:
+        """Turns that have places in the ring."""
+        return min(4, RING_BYTES // self.turn_bytes)
 
 
 def shape_of(rows: int, tiles: int, steps: int) -> Shape:
     """For so many rows of x, tiles of W and steps: enough warps to fill a GPU, each with steps to go on."""
     x_tiles = triton.next_power_of_2(triton.cdiv(rows, X_TILE))
     together = 2 if tiles >= 1024 and x_tiles <= 2 else 1
-    warps = 4 if tiles >= 1024 else 8
-    return Shape(together, x_tiles, warps)
+    warps = 4 if tiles >= 1024 and x_tiles <= 2 else 8
+    return Shape(together, 1, x_tiles, warps)
 
 
 @triton.jit
-def _codes(data, tile, step, steps, lane, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a thread multiplies in a step: four words of row r and four of row r + 8."""
-    at = data + (tile * steps + step) * 256 + lane * 4
-    a0, a1, a2, a3 = load_four(at, ASM, STREAM)
-    b0, b1, b2, b3 = load_four(at + 128, ASM, STREAM)
-    return a0, a1, a2, a3, b0, b1, b2, b3
+def _send(  # type: ignore[no-untyped-def]
+    ring, tile, thread, stage, code, scale, there,
+    BITS: tl.constexpr, SCALED: tl.constexpr, TILES: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Have a turn's codes and scales, which are at these pointers, come to a stage of the ring."""
+    place = ring + ((stage * TILES + tile) * (2 * THREADS) + thread) * 16
+    send(place, code, there, 16)
+    send(place + THREADS * 16, code + 128, there, 16)
+    if SCALED:
+        place = ring + STAGES * TILES * THREADS * 32 + ((stage * TILES + tile) * THREADS + thread) * 8
+        send(place, scale, there, 8 if BITS == 4 else 4)
 
 
 @triton.jit
-def _scales(scales, tile, step, steps, lane, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Their scales, a byte each: a word of row r and one of row r + 8."""
-    if BITS == 4:
-        return load_two(scales + (tile * steps + step) * 32 + lane // 2 * 2, ASM)
-    else:  # noqa: RET505
-        both = load_word(scales + (tile * steps + step) * 8 + lane // 4, ASM)
-        return both, both >> 16
+def _take(  # type: ignore[no-untyped-def]
+    ring, tile, thread, stage,
+    BITS: tl.constexpr, SCALED: tl.constexpr, TILES: tl.constexpr, THREADS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What `_send` sent: four words of row r and four of row r + 8, their scales, a byte each."""
+    place = ring + ((stage * TILES + tile) * (2 * THREADS) + thread) * 16
+    a0, a1, a2, a3 = take_four(place)
+    b0, b1, b2, b3 = take_four(place + THREADS * 16)
+    s, t = a0, b0
+    if SCALED:
+        place = ring + STAGES * TILES * THREADS * 32 + ((stage * TILES + tile) * THREADS + thread) * 8
+        if BITS == 4:
+            s, t = take_two(place)
+        else:
+            s = take_one(place)
+            t = s >> 16
+    return a0, a1, a2, a3, b0, b1, b2, b3, s, t
+
+
+@triton.jit
+def _plain(code, scale, there, BITS: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same without assembly."""
+    a0, a1 = tl.load(code, there, 0), tl.load(code + 1, there, 0)
+    a2, a3 = tl.load(code + 2, there, 0), tl.load(code + 3, there, 0)
+    b0, b1 = tl.load(code + 128, there, 0), tl.load(code + 129, there, 0)
+    b2, b3 = tl.load(code + 130, there, 0), tl.load(code + 131, there, 0)
+    s, t = a0, b0
+    if SCALED:
+        s = tl.load(scale, there, 0)
+        t = tl.load(scale + 1, there, 0) if BITS == 4 else s >> 16
+    return a0, a1, a2, a3, b0, b1, b2, b3, s, t
 
 
 @triton.jit
 def _inputs(x, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """What a thread multiplies with a word: four words of x, or two."""
     if BITS == 4:
-        return load_four(x, ASM, KEEP_4)
+        return load_four(x, ASM)
     else:  # noqa: RET505
         return load_two(x, ASM)
 
@@ -114,17 +156,21 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _over_warps(c, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums over the warps of a program: [tiles, x tiles, 32]."""
-    return tl.sum(tl.reshape(c, (c.shape[0], c.shape[1], WARPS, 32)), axis=2)
+def _over_warps(c, GROUPS: tl.constexpr, MEMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums over the warps of a group: [tiles, x tiles, 32 GROUPS]."""
+    each = tl.sum(tl.reshape(c, (c.shape[0], c.shape[1], GROUPS, MEMBERS, 32)), axis=3)
+    return tl.reshape(each, (c.shape[0], c.shape[1], GROUPS * 32))
 
 
 @triton.jit
-def _store(out, after, y, M, all_tiles, TILES: tl.constexpr, X_TILES: tl.constexpr, AFTER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a program's sums [TILES, X_TILES, 32, 2, 2] times the scale of the tensor or row."""
-    lane = tl.arange(0, 32)[None, None, :, None, None]
+def _store(  # type: ignore[no-untyped-def]
+    out, after, y, M, all_tiles, TILES: tl.constexpr, GROUPS: tl.constexpr, X_TILES: tl.constexpr, AFTER: tl.constexpr
+):
+    """Store a program's sums [TILES, X_TILES, 32 GROUPS, 2, 2] times the scale of the tensor or row."""
+    thread = tl.arange(0, 32 * GROUPS)[None, None, :, None, None]
+    lane = thread % 32
     m = tl.arange(0, X_TILES)[None, :, None, None, None] * 8 + lane % 4 * 2 + tl.arange(0, 2)[None, None, None, :, None]
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)[:, None, None, None, None]
+    tile = (tl.program_id(0) * GROUPS + thread // 32) * TILES + tl.arange(0, TILES)[:, None, None, None, None]
     n = tile * 16 + lane // 4 + tl.arange(0, 2)[None, None, None, None, :] * 8
     inside = (m < M) & (tile < all_tiles)
     if AFTER == 1:
@@ -137,65 +183,75 @@ def _store(out, after, y, M, all_tiles, TILES: tl.constexpr, X_TILES: tl.constex
 @triton.jit(do_not_specialize=["M", "all_tiles", "steps"])
 def _product_kernel(  # type: ignore[no-untyped-def]
     x, data, scales, after, y, M, all_tiles, steps, x_row,
-    BITS: tl.constexpr, SCALED: tl.constexpr, TILES: tl.constexpr, X_TILES: tl.constexpr, WARPS: tl.constexpr,
+    BITS: tl.constexpr, SCALED: tl.constexpr,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, X_TILES: tl.constexpr, WARPS: tl.constexpr,
     AFTER: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, DECLARATION: tl.constexpr, WAITING: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
     word = tl.pointer_type(tl.int32)
     data, scales, x = data.to(word), scales.to(word), x.to(word)
     NUMBERS: tl.constexpr = 32 // BITS  # of a word of codes; x has half as many words
-    thread = tl.arange(0, 32 * WARPS)[None, None, :]
-    lane, warp = thread % 32, thread // 32
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)[:, None, None]
-    tile = tl.minimum(tile, all_tiles - 1).to(tl.int64)  # so that no read needs a mask
-    # All that this program reads of the weight is on its way from here on
-    fetch(data + tile * steps * 256, steps * 1024, thread, ASM)
-    if SCALED:
-        SCALES: tl.constexpr = 128 if BITS == 4 else 32  # bytes of a step
-        fetch(scales + tile * steps * (SCALES // 4), steps * SCALES, thread, ASM)
+    SCALES: tl.constexpr = 32 if BITS == 4 else 8  # words of a step
+    THREADS: tl.constexpr = 32 * WARPS
+    MEMBERS: tl.constexpr = WARPS // GROUPS
+    thread = tl.arange(0, THREADS)[None, None, :]
+    lane, member, group = thread % 32, thread // 32 % MEMBERS, thread // (32 * MEMBERS)
+    own = tl.arange(0, TILES)[:, None, None]
+    tile = tl.minimum((tl.program_id(0) * GROUPS + group) * TILES + own, all_tiles - 1).to(tl.int64)
+    code = data + (tile * steps + member) * 256 + lane * 4
+    scale = scales + (tile * steps + member) * SCALES + (lane // 2 * 2 if BITS == 4 else lane // 4)
+    if ASM:
+        ring = once(DECLARATION, thread)
+        for stage in tl.static_range(STAGES - 1):
+            there = stage * MEMBERS + member < steps
+            _send(
+                ring, own, thread, stage, code + stage * (MEMBERS * 256), scale + stage * (MEMBERS * SCALES), there,
+                BITS, SCALED, TILES, THREADS, STAGES,
+            )  # fmt: skip
+            once(COMMIT, thread)
     x_rows = tl.minimum(tl.arange(0, X_TILES)[None, :, None] * 8 + lane // 4, M - 1)
     x += x_rows.to(tl.int64) * (x_row // 2) + lane % 4 * (NUMBERS // 2)
-    c0 = tl.zeros((TILES, X_TILES, 32 * WARPS), tl.float32)
+    c0 = tl.zeros((TILES, X_TILES, THREADS), tl.float32)
     c1, c2, c3 = c0, c0, c0
-    step = tl.minimum(warp, steps - 1)
-    a0, a1, a2, a3, b0, b1, b2, b3 = _codes(data, tile, step, steps, lane, ASM)
-    s, t = a0, b0
-    if SCALED:
-        s, t = _scales(scales, tile, step, steps, lane, BITS, ASM)
+    stage = 0
     wait(CHAINED)  # weights alone have been read
-    for first in range(0, steps, WARPS):
-        there, at = first + warp < steps, x + step.to(tl.int64) * (8 * NUMBERS)
-        x0, x1 = _inputs(at, BITS, ASM), _inputs(at + 2 * NUMBERS, BITS, ASM)
-        x2, x3 = _inputs(at + 4 * NUMBERS, BITS, ASM), _inputs(at + 6 * NUMBERS, BITS, ASM)
-        step = tl.minimum(first + WARPS + warp, steps - 1)
-        n0, n1, n2, n3, m0, m1, m2, m3 = _codes(data, tile, step, steps, lane, ASM)
-        next_s, next_t = n0, m0
-        if SCALED:
-            next_s, next_t = _scales(scales, tile, step, steps, lane, BITS, ASM)
-        base = tl.where(there, E5M3_BASE, 0)
-        if BITS == 4:  # a warp without a step of its own adds nothing: scales of 0
-            s, t = tl.where(there, s, 0), tl.where(there, t, 0)
+    for first in range(0, steps, MEMBERS):
+        if ASM:
+            once(WAITING, thread)
+            a0, a1, a2, a3, b0, b1, b2, b3, s, t = _take(ring, own, thread, stage, BITS, SCALED, TILES, THREADS, STAGES)
+            ahead = tl.where(stage == 0, STAGES - 1, stage - 1)  # the stage that was read a turn ago
+            _send(
+                ring, own, thread, ahead, code + (STAGES - 1) * (MEMBERS * 256),
+                scale + (STAGES - 1) * (MEMBERS * SCALES),
+                first + (STAGES - 1) * MEMBERS + member < steps, BITS, SCALED, TILES, THREADS, STAGES,
+            )  # fmt: skip
+            once(COMMIT, thread)
+            stage = tl.where(stage == STAGES - 1, 0, stage + 1)
+        else:
+            a0, a1, a2, a3, b0, b1, b2, b3, s, t = _plain(code, scale, first + member < steps, BITS, SCALED)
+        code += MEMBERS * 256
+        scale += MEMBERS * SCALES
+        at = x + tl.minimum(first + member, steps - 1) * (8 * NUMBERS)
         for w in tl.static_range(4):
             if BITS == 4:
-                scale_a, scale_b = scale_e5m3(s, base, w, ASM), scale_e5m3(t, base, w, ASM)
+                scale_a, scale_b = scale_e5m3(s, w, ASM), scale_e5m3(t, w, ASM)
+            elif SCALED:
+                scale_a, scale_b = scale_e8m0(s, w // 2, ASM), scale_e8m0(t, w // 2, ASM)
             else:
-                if SCALED:
-                    scale_a, scale_b = scale_e8m0(s, w // 2, ASM), scale_e8m0(t, w // 2, ASM)
-                else:
-                    scale_a = tl.full((1, 1, 1), 0x3F803F80, tl.int32) if ASM else tl.full((1, 1, 1), 1.0, tl.float32)
-                    scale_b = scale_a
-                scale_a, scale_b = tl.where(there, scale_a, 0), tl.where(there, scale_b, 0)
+                scale_a = tl.full((1, 1, 1), 0x3F803F80, tl.int32) if ASM else tl.full((1, 1, 1), 1.0, tl.float32)
+                scale_b = scale_a
             c0, c1, c2, c3 = _multiply(
-                c0, c1, c2, c3, (a0, a1, a2, a3)[w], (b0, b1, b2, b3)[w], scale_a, scale_b, (x0, x1, x2, x3)[w],
-                BITS, ASM,
+                c0, c1, c2, c3, (a0, a1, a2, a3)[w], (b0, b1, b2, b3)[w], scale_a, scale_b,
+                _inputs(at + w * (2 * NUMBERS), BITS, ASM), BITS, ASM,
             )  # fmt: skip
-        a0, a1, a2, a3, b0, b1, b2, b3, s, t = n0, n1, n2, n3, m0, m1, m2, m3, next_s, next_t
 
     # Thread 4 r + j has rows r (c0, c1) and r + 8 (c2, c3) of W, rows 2 j and 2 j + 1 of x
-    above = tl.join(_over_warps(c0, WARPS), _over_warps(c1, WARPS))
-    out = tl.join(above, tl.join(_over_warps(c2, WARPS), _over_warps(c3, WARPS)))  # [TILES, X_TILES, 32, 2, 2]
+    above = tl.join(_over_warps(c0, GROUPS, MEMBERS), _over_warps(c1, GROUPS, MEMBERS))
+    below = tl.join(_over_warps(c2, GROUPS, MEMBERS), _over_warps(c3, GROUPS, MEMBERS))
+    out = tl.join(above, below)  # [TILES, X_TILES, 32 GROUPS, 2, 2]
     UNIT: tl.constexpr = RESULT_UNIT if BITS == 4 and ASM else 1.0
-    _store(out * UNIT, after, y, M, all_tiles, TILES, X_TILES, AFTER)
+    _store(out * UNIT, after, y, M, all_tiles, TILES, GROUPS, X_TILES, AFTER)
 
 
 def packed_product(
@@ -224,11 +280,12 @@ def packed_product(
         x = x.clone(memory_format=torch.contiguous_format)
     cut = shape or shape_of(rows, tiles, steps)
     y = torch.empty(rows, tiles * TILE_ROWS, dtype=out, device=x.device)
-    _product_kernel[(triton.cdiv(tiles, cut.tiles),)](
+    _product_kernel[(triton.cdiv(tiles, cut.tiles * cut.groups),)](
         x, data, data if scales is None else scales, data if after is None else after, y,
         rows, tiles, steps, x.stride(0),
-        BITS=4 if width == steps * 128 else 8, SCALED=scales is not None, TILES=cut.tiles, X_TILES=cut.x_tiles,
-        WARPS=cut.warps, AFTER=0 if after is None else 1 if after.numel() == 1 else 2, ASM=asm,
+        BITS=4 if width == steps * 128 else 8, SCALED=scales is not None, TILES=cut.tiles, GROUPS=cut.groups,
+        X_TILES=cut.x_tiles, WARPS=cut.warps, AFTER=0 if after is None else 1 if after.numel() == 1 else 2, ASM=asm,
+        STAGES=cut.stages, DECLARATION=declaration(cut.stages * cut.turn_bytes), WAITING=waiting(cut.stages - 2),
         num_warps=cut.warps, **chained(x.device),
     )  # fmt: skip
     return y
