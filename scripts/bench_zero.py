@@ -79,7 +79,7 @@ def measured(config: RunConfig, run_dir: Path, ranks: Ranks, device: torch.devic
         return {}
     timed = windows[1:]
     speeds = [row["tokens_per_second"] * ranks.world for row in timed]
-    bytes_sent = {key: timed[-1].get(f"comm/{key}_bytes", 0) for key in ("gradient", "weight")}
+    bytes_sent = {key: timed[-1].get(f"comm/{key}_bytes", 0) for key in ("gradient", "weight", "token")}
     return {
         "tokens/s": round(statistics.median(speeds)),
         "least": round(min(speeds)),

@@ -236,11 +236,14 @@ class DeepSpeedEngine:
         if self._own is not None:
             self._own.step(lr_scale)
         self._ds.step()
-        self._wire.count_step(self.shards)
+        self._wire.count_step(self.shards, self._parameters)
 
     def traffic(self) -> dict[str, float]:
         """See `Engine.traffic`."""
-        return self._wire.traffic.take()
+        row = self._wire.traffic.take()
+        if self._own is not None:
+            row["comm/token_bytes"] = self._own.take_sent()
+        return row
 
     @property
     def _bucket(self) -> int:

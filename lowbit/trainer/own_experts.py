@@ -92,6 +92,11 @@ class OwnExperts:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def take_sent(self) -> int:
+        """Bytes of tokens and their gradients that this rank sent to other ranks' experts since the last call."""
+        sent, self._spread.sent_bytes = self._spread.sent_bytes, 0
+        return sent
+
     def rows(self) -> list[GroupRow]:
         """For the printed table of groups: this rank's part."""
         return self.optimizer.groups()

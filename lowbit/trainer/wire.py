@@ -8,7 +8,7 @@ Error feedback and stochastic rounding remember something between steps: `state`
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -136,15 +136,17 @@ class Wire:
     def _count_weights(self, sent: int) -> None:
         self.traffic.weights += sent
 
-    def count_step(self, shards: Shards) -> None:
-        """Count what DeepSpeed's own operations sent in a step: ring all-reduces and gathers."""
+    def count_step(self, shards: Shards, parameters: Collection[str]) -> None:
+        """Count what DeepSpeed's own operations sent in a step for its parameters: ring all-reduces and gathers."""
         world = self.ranks.world
+        parts = [shards.parts[name] for name in parameters]
         if self.attachment is None:
             passes = scatter_passes() if self.stage == 3 else 2
-            numbers = sum(part.shape.numel() for part in shards.parts.values())
+            numbers = sum(part.shape.numel() for part in parts)
             self.traffic.gradients += passes * 4 * numbers * (world - 1) / world
         if self.stage in (1, 2):
-            for index, layout in enumerate(shards.groups):
+            for index in {part.group for part in parts}:
+                layout = shards.groups[index]
                 self.traffic.weights += layout.size * (2 if index in self._rounded else 4) * (world - 1)
 
 

@@ -109,7 +109,12 @@ SECTIONS = (
     Section(
         "wire",
         "Bytes on the wire",
-        (Figure("bytes that a rank sends a step", ("comm/gradient_bytes", "comm/weight_bytes", "comm/node_bytes")),),
+        (
+            Figure(
+                "bytes that a rank sends a step",
+                ("comm/gradient_bytes", "comm/weight_bytes", "comm/node_bytes", "comm/token_bytes"),
+            ),
+        ),
         ("comm/",),
     ),
     Section(
