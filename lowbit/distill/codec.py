@@ -20,6 +20,7 @@ Which one is implied depends on the probabilities, never on how they are rounded
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -71,15 +72,21 @@ class Layout:
         return self.header_bits + (self.targets + 1) * (self.id_bits + CODE_BITS)
 
     def levels(self, device: torch.device | str = "cpu") -> Tensor:
-        """FP32 [256]: the weight that each code stands for."""
-        code = torch.arange(256, dtype=torch.float64)
-        if self.estimator is Estimator.multinomial:
-            levels = code / self.targets
-        else:
-            top = 4.0 if self.estimator is Estimator.gumbel else 0.0
-            levels = torch.exp(top - code / LEVELS_A_NAT)
-            levels[ZERO] = 0.0
-        return levels.float().to(device)
+        """FP32 [256]: the weight that each code stands for; not to be written to."""
+        return _levels(self, torch.device(device))
+
+
+@lru_cache(maxsize=64)
+def _levels(layout: Layout, device: torch.device) -> Tensor:
+    """Once a device: a copy to a GPU waits for all that the GPU has to do."""
+    code = torch.arange(256, dtype=torch.float64)
+    if layout.estimator is Estimator.multinomial:
+        levels = code / layout.targets
+    else:
+        top = 4.0 if layout.estimator is Estimator.gumbel else 0.0
+        levels = torch.exp(top - code / LEVELS_A_NAT)
+        levels[ZERO] = 0.0
+    return levels.float().to(device)
 
 
 @dataclass(frozen=True)

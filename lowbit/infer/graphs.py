@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.infer import kernels
 from lowbit.infer.cache import PagedCache, View
+from lowbit.infer.packed import PackedLinear
 from lowbit.infer.sampling import SamplingConfig, drawn
 from lowbit.infer.slots import NOISE, PROMPT, STORED, TABLE, TOKEN, Slots
 from lowbit.infer.weights import HeldWeights
@@ -60,6 +62,7 @@ class Steps:
         """`recording`: held while a step is recorded."""
         self.model, self.weights, self.cache, self.slots = model, weights, cache, slots
         self._recording = recording
+        self._packed = any(isinstance(module, PackedLinear) for module in model.modules())
         self._graphs = graphs and capturable(model)
         self._captured: dict[tuple[int, SamplingConfig], Captured] = {}
         self._memory: Any = None
@@ -72,10 +75,11 @@ class Steps:
     def run(self, size: int, table: int, sampling: SamplingConfig) -> Tensor:
         """One step of the first `size` slots: FP64 [size, 2]. `table`: blocks of a row that are looked at."""
         if not self._graphs:
-            return self._step(size, table, sampling)
+            with kernels.chaining(self._packed):
+                return self._step(size, table, sampling)
         captured = self._captured.get((size, sampling))
         if captured is None:
-            with self._recording:
+            with self._recording, kernels.chaining(self._packed):
                 captured = self._capture(size, table, sampling)
         captured.graph.replay()
         return captured.values

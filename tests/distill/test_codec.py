@@ -1,12 +1,14 @@
 """Bits: against a reader in plain Python integers; rounding against its definition; sizes against what was promised."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_estimators import CASES, DRAWS, TEACHERS, UNBIASED, VOCAB, dense, draw
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.configs.schema_distill import Estimator
 from lowbit.distill.blocks import Distributions
@@ -224,3 +226,31 @@ def test_reading_beyond_the_end_does_not_fail() -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (40,), dtype=torch.int32)
     got = decode(layout, words, torch.tensor([0, 20]), 32)
     assert got.ids.shape == (2, 32, 16)
+
+
+class Copies(TorchDispatchMode):
+    """Notes what goes from one kind of device to another, for which a host may have to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        kinds = {x.device.type for x in (*args, out) if isinstance(x, Tensor) and x.ndim > 0}
+        if len(kinds) > 1 or function is torch.ops.aten._local_scalar_dense.default:
+            self.found.append(str(function))
+        return out
+
+
+@pytest.mark.parametrize("estimator", list(Estimator))
+def test_reading_asks_nothing_of_the_host(estimator: Estimator) -> None:
+    """Every step does it: whatever a device needs beside the bits is there from the first time on."""
+    words, starts = (
+        torch.empty(9000, dtype=torch.int32, device="meta"),
+        torch.zeros(4, dtype=torch.int64, device="meta"),
+    )
+    for first in (True, False):
+        with Copies() as copies:
+            decode(Layout(estimator, 8, 1003), words, starts, 64)
+        assert bool(copies.found) == first, copies.found

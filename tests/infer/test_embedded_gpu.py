@@ -7,6 +7,7 @@ import torch
 from sampler_oracle import LAYOUTS, VOCAB, logprobs_of, model_of, recomputed
 
 from lowbit.configs.schema import MoeConfig, PrecisionConfig
+from lowbit.infer import kernels
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.kv_codec import KvFormat
 from lowbit.infer.requests import Request, Sample
@@ -109,6 +110,20 @@ def test_captured_steps_are_those_as_written() -> None:
         for graphs in (True, False)
     )
     assert ours == plain
+
+
+@pytest.mark.parametrize("precision", [None, "nvfp4_w4a16"])
+def test_chained_kernels_give_the_same(precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for what it reads, whichever kernels stand between."""
+    from lowbit.infer.kernels import chain
+
+    policy = None if precision is None else resolve(PrecisionConfig(sampler=precision))
+    model, requests, found = _model(torch.bfloat16), _requests(), []
+    for wanted in (False, True):
+        monkeypatch.setattr(kernels, "chaining", lambda _, w=wanted: chain.chaining(w))
+        engine = EmbeddedSampler(model, 3, policy, slots=7, deterministic=True)
+        found += [engine.sample(requests, SamplingConfig(), seed=2) for _ in range(3)]
+    assert all(samples == found[0] for samples in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

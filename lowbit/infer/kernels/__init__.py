@@ -3,6 +3,7 @@
 Triton comes with the CUDA builds of PyTorch and is needed for nothing else, so it is imported only there.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ MOST_TOKENS = 1 << 20
 
 if TYPE_CHECKING or torch.version.cuda is not None:
     from lowbit.infer.kernels.attention import decode, store
+    from lowbit.infer.kernels.chain import chaining
     from lowbit.infer.kernels.draw import draw
     from lowbit.infer.kernels.fused import add_norm, embed, rms_norm, scaled, silu_mul, turn_and_store
     from lowbit.infer.kernels.packed import packed_product
@@ -29,6 +31,10 @@ else:
     def _never(*arguments: Any) -> Any:
         """Never reached: used for CUDA tensors only."""
         raise RuntimeError("this PyTorch has no CUDA")
+
+    def chaining(wanted: bool) -> AbstractContextManager[None]:
+        """Nothing is launched."""
+        return nullcontext()
 
     add_norm = decode = draw = embed = store = rms_norm = scaled = silu_mul = turn_and_store = packed_product = _never
 
@@ -46,6 +52,7 @@ __all__ = [
     "TILE_ROWS",
     "Memory",
     "add_norm",
+    "chaining",
     "decode",
     "draw",
     "embed",

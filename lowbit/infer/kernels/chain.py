@@ -11,6 +11,9 @@ Every kernel of a step waits, so that "the one before has ended" holds for all b
 sampler runs, the weights, may be read before. CUDA graphs keep these dependencies (CUDA 12.3).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -33,9 +36,27 @@ def wait(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
         gdc_wait()
 
 
-@cache
+_asked: ContextVar[bool] = ContextVar("chained", default=False)
+
+
+@contextmanager
+def chaining(wanted: bool) -> Iterator[None]:
+    """Whether kernels that are launched in here are chained. It pays where products read weights before they wait; with
+    products of cuBLAS between them a step takes 3.5% longer (docs/LOG.md)."""
+    before = _asked.set(wanted)
+    try:
+        yield
+    finally:
+        _asked.reset(before)
+
+
 def chained(device: torch.device) -> dict[str, bool]:
     """How to launch on a device: arguments of a kernel whose constant CHAINED says whether it waits."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    if not _asked.get() or device.type != "cuda" or not _can(device):
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}
+
+
+@cache
+def _can(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)

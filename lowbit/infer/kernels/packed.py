@@ -74,11 +74,14 @@ class Shape(NamedTuple):
 
 
 def shape_of(rows: int, tiles: int, steps: int) -> Shape:
-    """For so many rows of x, tiles of W and steps: enough warps to fill a GPU, each with steps to go on."""
+    """For so many rows of x, tiles of W and steps: what was fastest for layers of 1B and 8B models (docs/LOG.md)."""
     x_tiles = triton.next_power_of_2(triton.cdiv(rows, X_TILE))
-    together = 2 if tiles >= 1024 and x_tiles <= 2 else 1
-    warps = 4 if tiles >= 1024 and x_tiles <= 2 else 8
-    return Shape(together, 1, x_tiles, warps)
+    many = tiles >= 1024
+    if x_tiles == 1:
+        return Shape(1, 2, 1, 4) if many else Shape(1, 1, 1, 8)
+    if x_tiles == 2:
+        return Shape(2, 2, 2, 4) if many else Shape(1, 1 if steps >= 64 else 2, 2, 8)
+    return Shape(1, 4 if many else 2, x_tiles, 8)
 
 
 @triton.jit
