@@ -31,7 +31,8 @@ from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.distill import run as distill
 from lowbit.distill.calibration import compare
-from lowbit.distill.codec import Layout, decode
+from lowbit.distill.codec import Layout
+from lowbit.distill.fast import reader
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.noise import Places
 from lowbit.distill.rows import one_behind
@@ -298,7 +299,7 @@ def reading(cache: Cache, device: torch.device) -> dict[str, float]:
     read = wall_seconds(lambda: cache.read(order), torch.device("cpu"))
     packed = cache.read(order)
     words, starts = packed.words.to(device), packed.starts.to(device)
-    unpack = wall_seconds(lambda: decode(cache.layout, words, starts, cache.length), device)
+    unpack = wall_seconds(lambda: reader(cache.layout, words.device)(words, starts, cache.length), device)
     positions = count * cache.length
     return {"read_positions_per_second": positions / read, "unpack_positions_per_second": positions / unpack}
 

@@ -21,7 +21,8 @@ from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Loader, SampleOrder
 from lowbit.data.permutation import Permutation
-from lowbit.distill.codec import Layout, decode
+from lowbit.distill.codec import Layout
+from lowbit.distill.fast import reader
 from lowbit.distill.shards import Cache, require_text
 from lowbit.models.sparse_head import SparseTargets
 
@@ -78,7 +79,7 @@ def unpack(rows: tuple[StoredRows, ...], length: int) -> SparseTargets:
 
     The average of their entropies makes the reported divergence the average of the divergences from each.
     """
-    found = [decode(r.layout, r.words, r.starts, length) for r in rows]
+    found = [reader(r.layout, r.words.device)(r.words, r.starts, length) for r in rows]
     share = 1.0 / len(found)
     return SparseTargets(
         torch.cat([d.ids.flatten(0, 1) for d in found], dim=1),

@@ -1,19 +1,19 @@
 """Triton kernels in place of estimator and codec: when, and whether they do the same here.
 
 A cache's kernels are checked once a process with its own settings, on random logits, against what defines them. If
-they fail, to compile or to agree, a warning names them and PyTorch serves.
+they fail, to compile or to agree, a warning names them and PyTorch serves. So are those that read a cache.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from lowbit.distill.blocks import Distributions
-from lowbit.distill.codec import Layout, encode, pack
+from lowbit.distill.codec import Decoded, Layout, decode, encode, pack
 from lowbit.distill.estimators import Chosen, sampler
 from lowbit.distill.noise import Noise, Places
 from lowbit.errors import in_a_line
@@ -21,6 +21,8 @@ from lowbit.models.lm_head import default_chunk, token_chunks
 
 logger = logging.getLogger("lowbit")
 
+Reader = Callable[[Tensor, Tensor, int], Decoded]
+"""Words int32, first word of each sample int64 [B], T -> targets of B samples of T positions."""
 MOST_TOKENS = 1 << 18
 """Largest vocabulary that the kernels take: a program holds the sums of a row's blocks."""
 
@@ -68,26 +70,66 @@ def wrong(
     layout: Layout, softcap: float | None, temperature: float, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why the kernels cannot be used for a cache, with a warning the first time; None if they can."""
+    return _told("choose and code", layout, lambda: difference(layout, softcap, temperature, dtype, device))
+
+
+@cache
+def reader(layout: Layout, device: torch.device) -> Reader:
+    """What reads a layout's bits on a device: `codec.decode`, or kernels that do the same."""
+    if takes(layout, device) and _told("read", layout, lambda: misread(layout, device)) is None:
+        return _decoder(layout)
+    return partial(decode, layout)
+
+
+def _told(do: str, layout: Layout, check: Callable[[], str | None]) -> str | None:
+    """What a check finds, or why it could not be made, with a warning."""
     try:
-        why = difference(layout, softcap, temperature, dtype, device)
+        why = check()
     except torch.OutOfMemoryError:  # which says nothing of the kernels
         raise
     except Exception as error:  # whatever a compiler or a driver may raise
         why = in_a_line(error)
     if why is not None:
         what = f"{layout.targets} targets of {layout.vocab_size:,} tokens by {layout.estimator.value}"
-        logger.warning("the kernels that choose and code %s are not used here, PyTorch is: %s", what, why)
+        logger.warning("the kernels that %s %s are not used here, PyTorch is: %s", do, what, why)
     return why
+
+
+def _decoder(layout: Layout) -> Reader:
+    from lowbit.distill.kernels.decode import Decoder
+
+    return Decoder(layout)
+
+
+def misread(layout: Layout, device: torch.device) -> str | None:
+    """What the kernels read otherwise than PyTorch on a CPU, in words; None if it is nothing."""
+    samples, length = 4, 16
+    rows = samples * length
+    noise, places, counted = Noise(1, "check"), Places.of(samples, length), torch.arange(rows) % 5 != 1
+    p = Distributions(_logits(rows, layout.vocab_size), layout.vocab_size)
+    kept = sampler(layout.estimator)(p, layout.targets, noise, places)
+    words, sizes = pack(*encode(layout, kept, p.entropy, noise, places, counted), samples)
+    words, starts = words.to(torch.int32), sizes.cumsum(0) - sizes
+    wanted, found = decode(layout, words, starts, length), _decoder(layout)(words.to(device), starts.to(device), length)
+    for what in ("ids", "entropy"):
+        if not torch.equal(getattr(found, what).cpu(), getattr(wanted, what)):
+            return f"{what} differ"
+    return None if torch.allclose(found.weights.cpu(), wanted.weights, rtol=1e-5, atol=1e-6) else "weights differ"
+
+
+def _logits(rows: int, vocab_size: int) -> Tensor:
+    """Random ones, flat to peaked, FP32 [rows, vocab]."""
+    spread = torch.linspace(0.5, 8, rows)[:, None]
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1)) * spread
 
 
 def difference(
     layout: Layout, softcap: float | None, temperature: float, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """What the kernels do otherwise than PyTorch on a CPU, in words; None if it is nothing."""
-    samples, length, generator = 4, 16, torch.Generator().manual_seed(1)
+    samples, length = 4, 16
     rows = samples * length
-    spread = torch.linspace(0.5, 8, rows)[:, None]
-    logits = (torch.randn(rows, layout.vocab_size, generator=generator) * spread).to(dtype)
+    logits = _logits(rows, layout.vocab_size).to(dtype)
     noise, places, counted = Noise(1, "check"), Places.of(samples, length), torch.arange(rows) % 5 != 1
     p = Distributions(logits.clone(), layout.vocab_size, softcap, temperature)
     wanted = Chosen(sampler(layout.estimator)(p, layout.targets, noise, places), p.entropy, p.lse)

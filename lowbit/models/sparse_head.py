@@ -170,9 +170,8 @@ class _DistillLoss(torch.autograd.Function):
             logits = hidden[rows] @ matrix.t()
             slopes, grad, factor = chunk_part(logits, part, weights[rows], terms, s, gradient)
             w = weights[rows]
-            counted = w != 0
-            for i, values in enumerate((slopes.loss, slopes.nll, slopes.divergence, slopes.divergence.square())):
-                totals[i] += torch.dot(torch.where(counted, values, 0.0), w)
+            values = torch.stack((slopes.loss, slopes.nll, slopes.divergence, slopes.divergence.square()))  # [4, C]
+            totals += torch.where(w != 0, values, 0.0) @ w
             if grad is not None:
                 sums.add(rows, grad, factor)
         ctx.save_for_backward(sums.hidden, sums.weight)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lowbit.configs.schema_distill import Estimator
 from lowbit.distill.blocks import Distributions
-from lowbit.distill.codec import Layout, encode, pack
+from lowbit.distill.codec import Layout, decode, encode, pack
 from lowbit.distill.estimators import Chosen, sampler
-from lowbit.distill.fast import difference
+from lowbit.distill.fast import difference, misread
 from lowbit.distill.kernels.choose import Chooser
+from lowbit.distill.kernels.decode import Decoder
 from lowbit.distill.kernels.encode import Encoder
 from lowbit.distill.noise import Noise, Places
 
@@ -198,6 +199,17 @@ def encoded(estimator: Estimator, k: int, vocab: int, device: str, samples: int 
     assert torch.equal(got_sizes.cpu(), sizes), (estimator, k, vocab)
     assert torch.equal(got.cpu()[: len(words)], words.to(torch.int32)), (estimator, k, vocab)
     assert not bool(got.cpu()[len(words) :].any()), "nothing beyond the end"
+    decoded(layout, words.to(torch.int32), sizes.cumsum(0) - sizes, length, device)
+
+
+def decoded(layout: Layout, words: Tensor, starts: Tensor, length: int, device: str) -> None:
+    """Reading gives what `codec.decode` gives; weights up to the order of their sums."""
+    entries = 4096 if device == "cpu" else 128
+    got = Decoder(layout, entries)(words.to(device), starts.to(device), length)
+    expected = decode(layout, words, starts, length)
+    assert torch.equal(got.ids.cpu(), expected.ids), layout
+    assert torch.equal(got.entropy.cpu(), expected.entropy), layout
+    torch.testing.assert_close(got.weights.cpu(), expected.weights, rtol=1e-6, atol=2e-7)
 
 
 def bits(device: str) -> None:
@@ -240,6 +252,7 @@ def checked(device: str) -> None:
     for estimator in Estimator if device != "cpu" else (Estimator.varopt,):
         layout = Layout(estimator, 8, 150)
         assert difference(layout, 30.0, 0.7, torch.float32, torch.device(device)) is None
+        assert misread(layout, torch.device(device)) is None
 
 
 ALL = (first, alone, selections, logits_as_they_come, large, broken, bits, more_bits, average, averages, checked)

@@ -12,8 +12,9 @@ from hopper import build, dumped, usage
 
 from lowbit.configs.schema_distill import Estimator
 from lowbit.distill.codec import Layout
-from lowbit.distill.kernels import choose, encode, statistics
+from lowbit.distill.kernels import choose, decode, encode, statistics
 from lowbit.distill.kernels.choose import Chooser
+from lowbit.distill.kernels.decode import Decoder
 from lowbit.distill.kernels.encode import Encoder
 
 TYPES = {
@@ -29,8 +30,12 @@ SIXTEENS = ("rows", "row_stride", "columns", "vocab", "blocks", "count", "length
 """Arguments that are multiples of sixteen here."""
 
 
-def show(kernel: Any, constants: dict[str, Any], warps: int, label: str) -> None:
-    binary = build(kernel, TYPES, constants, SIXTEENS, num_warps=warps, enable_fp_fusion=False)["cubin"]
+READ = TYPES | {"places": "*i64", "levels": "*fp32", "weights": "*fp32", "entropy": "*fp32"}
+"""Of the kernels that read."""
+
+
+def show(kernel: Any, constants: dict[str, Any], warps: int, label: str, types: dict[str, str] = TYPES) -> None:
+    binary = build(kernel, types, constants, SIXTEENS, num_warps=warps, enable_fp_fusion=False)["cubin"]
     code = dumped(binary, "-sass")
     spilled = len(re.findall(r"\bSTL\b", code))
     count = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s", code, re.M))
@@ -49,7 +54,11 @@ def main() -> None:
             show(choose.choose_kernel, chooser.constants, chooser.warps, label)
             encoder = Encoder(Layout(estimator, k, vocab), torch.empty(0))
             show(encode.fields_kernel, encoder.constants | encoder.field_constants, encode.WARPS, label)
+            decoder = Decoder(encoder.layout)
+            show(decode.targets_kernel, decoder.constants | decoder.target_constants, decode.WARPS, label, READ)
     show(encode.scatter_kernel, encoder.constants, encode.WARPS, "16")
+    headers = {"HEADER_BITS": decoder.layout.header_bits, "AT_ONCE": decode.AT_ONCE}
+    show(decode.places_kernel, decoder.constants | headers, decode.WARPS, "16", READ)
 
 
 if __name__ == "__main__":

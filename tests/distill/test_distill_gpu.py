@@ -10,10 +10,11 @@ from test_codec import realistic
 
 from lowbit.configs.schema_distill import DistillConfig, Estimator
 from lowbit.data.dataset import Dataset
-from lowbit.distill.batches import StoredRows, unpack
+from lowbit.distill.batches import DistilledBatch, StoredRows, unpack
 from lowbit.distill.blocks import Distributions
 from lowbit.distill.codec import Layout, decode, encode, pack
 from lowbit.distill.estimators import sampler
+from lowbit.distill.fast import reader
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.noise import Noise, Places
 from lowbit.distill.teacher import open_teacher
@@ -86,3 +87,30 @@ def test_training_reads_bits_on_the_device(
         config = replace(distillation, device=device)
         results.append(distill.train(config, tmp_path / device).val_bpb)
     assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("estimator", Estimator)
+def test_a_batch_waits_for_nothing_on_its_way(estimator: Estimator) -> None:
+    """Once compiled: bits from page-locked memory become targets while the host goes on."""
+    from lowbit.distill.kernels.decode import Decoder
+
+    layout, index = Layout(estimator, 16, 5000), torch.arange(512)
+    assert isinstance(reader(layout, torch.device("cuda")), Decoder), "the check passed"
+    places, noise = Places(index // 64, index % 64), Noise(3, estimator.value)
+    p = Distributions(realistic(512, 5000), 5000)
+    kept = sampler(estimator)(p, 16, noise, places)
+    words, sizes = pack(*encode(layout, kept, p.entropy, noise, places), 8)
+    rows = StoredRows(layout, words.to(torch.int32), sizes.cumsum(0) - sizes)
+    tokens = torch.zeros(8, 64, dtype=torch.int64)
+    batch = DistilledBatch(tokens, tokens, torch.ones(8, 64), None, 512, rows=(rows,)).pin()
+    expected = unpack((rows,), 64)
+    batch.to("cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = batch.to("cuda").teacher
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found is not None and torch.equal(found.ids.cpu(), expected.ids)
+    torch.testing.assert_close(found.weights.cpu(), expected.weights, rtol=1e-6, atol=2e-7)
+    assert torch.equal(found.entropy.cpu(), expected.entropy)

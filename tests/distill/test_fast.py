@@ -14,7 +14,7 @@ from lowbit.data.batch import Batch
 from lowbit.distill import fast
 from lowbit.distill import rows as rows_module
 from lowbit.distill.blocks import Distributions
-from lowbit.distill.codec import Layout, encode, pack
+from lowbit.distill.codec import Decoded, Layout, decode, encode, pack
 from lowbit.distill.estimators import Chosen, sampler
 from lowbit.distill.fast import Kernels, difference, takes, wrong
 from lowbit.distill.making import CacheMaker
@@ -133,3 +133,37 @@ def test_which_devices_and_vocabularies_have_kernels() -> None:
     assert not takes(layout, CPU)
     assert takes(layout, torch.device("cuda")) == (torch.version.cuda is not None)
     assert not takes(replace(layout, vocab_size=fast.MOST_TOKENS + 1), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("fault", ["none", "ids", "weights", "entropy", "no Triton"])
+def test_a_cache_is_read_either_way(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By kernels that pass their check; by PyTorch, and with a warning, where they fail or are none."""
+    layout = Layout(Estimator.varopt, 8, 257)
+    assert fast.reader(layout, CPU).func is decode, "on a CPU"
+
+    def pretended(words: Tensor, starts: Tensor, length: int) -> Decoded:
+        found = decode(layout, words, starts, length)
+        return replace(found, **{fault: getattr(found, fault) * 2 + 1}) if hasattr(found, fault) else found
+
+    def kernels(_: Layout) -> fast.Reader:
+        if fault == "no Triton":
+            raise ModuleNotFoundError("No module named 'triton'")
+        return pretended
+
+    monkeypatch.setattr(fast, "takes", lambda layout, device: True)
+    monkeypatch.setattr(fast, "_decoder", kernels)
+    monkeypatch.setattr(logging.getLogger("lowbit"), "propagate", True)
+    fast.reader.cache_clear()
+    try:
+        found = fast.reader(layout, CPU)
+    finally:
+        fast.reader.cache_clear()
+    said = [r.message for r in caplog.records if "are not used here" in r.message]
+    if fault == "none":
+        assert found is pretended and not said
+    else:
+        reason = {"no Triton": "ModuleNotFoundError: No module named 'triton'"}.get(fault, f"{fault} differ")
+        what = "the kernels that read 8 targets of 257 tokens by varopt are not used here, PyTorch is: "
+        assert found is not pretended and said == [what + reason]
