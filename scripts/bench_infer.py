@@ -7,6 +7,7 @@
     python scripts/bench_infer.py update                      # new weights, in each precision
     python scripts/bench_infer.py profile --rows 64           # kernels of one step, longest first
     python scripts/bench_infer.py products --rows 1 16 64     # packed NVFP4 weights against BF16, product by product
+    python scripts/bench_infer.py cuts --rows 1 16            # the same products by every cut of the kernel, best first
     python scripts/bench_infer.py rollout --shape small       # seconds, on a CPU: a check of the script, not of speed
 
 A rollout is one call of `sample`: the prompts read, then every row decoded to its full length (no stop id), as many
@@ -19,6 +20,7 @@ the measured speeds of an H200 (docs/RESULTS.md), the prompts' FLOPs added. `of 
 """
 
 import argparse
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +46,7 @@ from lowbit.models.cost import kv_cache_bytes_per_token, parameter_parts
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
 from lowbit.quant.quantise import quantise
+from lowbit.quant.quantised import Quantised
 from lowbit.quant.resolve import resolve
 from lowbit.quant.spec import NVFP4_46
 
@@ -247,25 +250,34 @@ COLD = 400e6
 """Bytes of BF16 weights that products go through in turns: packed, more than the 50 MB that the caches hold."""
 
 
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """A block's products: numbers of rows and columns of their weights."""
+    inner, keys = config.heads * head_dim_of(config), config.kv_heads * head_dim_of(config)
+    return {
+        "q, k, v": (inner + 2 * keys, config.width),
+        "out": (config.width, inner),
+        "gate, up": (2 * config.mlp_width, config.width),
+        "down": (config.width, config.mlp_width),
+    }
+
+
+def packed_weights(columns: int, width: int, device: torch.device) -> tuple[Quantised, list[tuple[Tensor, Tensor]]]:
+    """A random weight in NVFP4, and so many arranged copies that a pass over them finds none in the caches."""
+    made = quantise(0.02 * torch.randn(columns, width, device=device), NVFP4_46)
+    codes, scales = arranged(made.pack(), columns)
+    assert scales is not None
+    copies = max(1, int(COLD / (2 * columns * width))) if device.type == "cuda" else 1
+    return made, [(codes.clone(), scales.clone()) for _ in range(copies)]
+
+
 def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
     """The products of a block, packed NVFP4 weights against BF16, as long as the kernel takes so many rows."""
-    c, device = model.config, model.head_weight.device
-    inner, keys = c.heads * head_dim_of(c), c.kv_heads * head_dim_of(c)
-    shapes = {
-        "q, k, v": (inner + 2 * keys, c.width),
-        "out": (c.width, inner),
-        "gate, up": (2 * c.mlp_width, c.width),
-        "down": (c.width, c.mlp_width),
-    }
+    device = model.head_weight.device
     found: list[Row] = []
-    for name, (columns, width) in shapes.items():
-        made = quantise(0.02 * torch.randn(columns, width, device=device), NVFP4_46)
-        after, dense = made.after(), made.operand()
-        codes, scales = arranged(made.pack(), columns)
-        assert scales is not None
-        copies = max(1, int(COLD / (2 * columns * width))) if device.type == "cuda" else 1
-        plain = [dense.clone() for _ in range(copies)]
-        packed = [(codes.clone(), scales.clone()) for _ in range(copies)]
+    for name, (columns, width) in shapes_of(model.config).items():
+        made, packed = packed_weights(columns, width, device)
+        after, copies = made.after(), len(packed)
+        plain = [made.operand().clone() for _ in range(copies)]
         for rows in args.rows:
             x = torch.randn(rows, width, device=device).to(torch.bfloat16)
             row: Row = {"product": name, "shape": f"{columns} x {width}", "rows": rows}
@@ -273,11 +285,40 @@ def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
             if device.type == "cuda" and rows <= PACKED_ROWS:
                 ours = [partial(product, x, data, of_blocks, after) for data, of_blocks in packed]
                 row["packed us"] = 1e6 / copies * _seconds(ours, device)
-                row["floor us"] = 1e6 * (codes.nbytes + scales.nbytes) / BANDWIDTH
+                row["floor us"] = 1e6 * sum(part.nbytes for part in packed[0]) / BANDWIDTH
                 row["over bf16"] = row["bf16 us"] / row["packed us"]
             found.append(row)
         print_table(found[-len(args.rows) :])
         del plain, packed
+        _free()
+    return found
+
+
+def cuts(args: argparse.Namespace, model: Transformer) -> list[Row]:
+    """Every way to cut a block's packed products (`kernels.packed.Shape`), best first, and which one is usual."""
+    device = model.head_weight.device
+    if device.type != "cuda":
+        raise SystemExit("cuts: there is nothing to cut without a GPU, whose kernel this is")
+    from lowbit.infer.kernels.packed import X_TILE, Shape, packed_product, shape_of
+
+    found: list[Row] = []
+    for name, (columns, width) in shapes_of(model.config).items():
+        made, packed = packed_weights(columns, width, device)
+        after, (tiles, steps) = made.after(), packed[0][0].shape[:2]
+        for rows in args.rows:
+            x = torch.randn(rows, width, device=device).to(torch.bfloat16)
+            usual, here = shape_of(rows, tiles, steps), []
+            for each, groups, warps in itertools.product((1, 2, 4), (1, 2, 4), (4, 8, 16)):
+                cut = Shape(each, groups, usual.x_tiles, warps)
+                if cut.stages < 2 or each * usual.x_tiles > 2 * X_TILE:  # no room in shared memory, or in registers
+                    continue
+                calls = [partial(packed_product, x, *held, after, shape=cut) for held in packed]
+                seconds = _seconds(calls, device) / len(packed)
+                shown = f"{each} tiles, {groups} groups, {warps} warps"
+                here.append({"product": name, "rows": rows, "cut": shown, "us": 1e6 * seconds, "usual": cut == usual})
+            found += sorted(here, key=lambda row: row["us"])
+        print_table(found[-3:])
+        del packed
         _free()
     return found
 
@@ -312,6 +353,7 @@ PARTS = {
     "transformers": against_transformers,
     "profile": profiled,
     "products": products,
+    "cuts": cuts,
 }
 
 

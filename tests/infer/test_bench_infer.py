@@ -8,10 +8,15 @@ from bench_infer import PARTS, SHAPES, Load, floor_seconds, main
 SMALL = ["--shape", "small", "--rows", "4", "--new", "3", "--prompt", "5", "--group", "2", "--repeats", "1"]
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "cuts"])
 def test_it_runs(part: str, tmp_path: Path) -> None:
     rows = main([part, *SMALL, "--precisions", "bf16", "nvfp4_w4a16", "--out", str(tmp_path / "out.json")])
     assert rows and (tmp_path / "out.json").is_file()
+
+
+def test_cuts_are_a_gpus() -> None:
+    with pytest.raises(SystemExit, match="nothing to cut without a GPU"):
+        main(["cuts", *SMALL, "--device", "cpu"])
 
 
 def test_the_floor() -> None:
