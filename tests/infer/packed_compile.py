@@ -38,7 +38,9 @@ def show(bits: int, scaled: bool, shape: packed.Shape) -> None:
 
 
 if __name__ == "__main__":
-    shapes = {packed.shape_of(rows, tiles, 32) for rows in (1, 16, 32, 64) for tiles in (256, 2048)}
+    shapes = {
+        packed.shape_of(rows, tiles, steps) for rows in (1, 16, 32, 64) for tiles in (256, 2048) for steps in (32, 112)
+    }
     for shape in sorted(shapes):
         show(4, True, shape)
     for shape in sorted(shapes)[:4]:

@@ -6,8 +6,8 @@ At few rows a product is as fast as its weight is read, so reading 4.5 or 8.25 b
 gain. Every code times its block's scale is a BF16 number exactly, so the product is the emulation's (a BF16 copy of W)
 up to the order of its sums; the scale of the tensor or row multiplies the result.
 
-The factors do not go through shared memory: every thread reads its numbers of W as codes, its numbers of x, and
-multiplies them where they are (`lanes`). `arrangement` lays codes and scales down so that a thread's come in one read
+Nothing is laid out anew between threads: every one reads its numbers of W as codes, its numbers of x, and multiplies
+them where they are (`lanes`). `arrangement` lays codes and scales down so that a thread's come in one read
 and a warp's next to each other, and that the columns of a word of codes are neighbours in x:
 
     step     of a warp: 128 columns of 4 bits, 64 of 8
@@ -44,8 +44,6 @@ from lowbit.infer.kernels.ring import COMMIT, declaration, once, send, take_four
 
 X_TILE = 8
 """Rows of x that the tensor core takes at once."""
-
-
 RING_BYTES = 48 * 1024
 """Shared memory that a program may have without asking for more."""
 
@@ -159,6 +157,28 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _add_turn(  # type: ignore[no-untyped-def]
+    c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, b2, b3, s, t, x,
+    BITS: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Add the product of a turn's words, with their scales, and what is at `x`."""
+    NUMBERS: tl.constexpr = 32 // BITS
+    for w in tl.static_range(4):
+        if BITS == 4:
+            scale_a, scale_b = scale_e5m3(s, w, ASM), scale_e5m3(t, w, ASM)
+        elif SCALED:
+            scale_a, scale_b = scale_e8m0(s, w // 2, ASM), scale_e8m0(t, w // 2, ASM)
+        else:
+            scale_a = tl.full((1, 1, 1), 0x3F803F80, tl.int32) if ASM else tl.full((1, 1, 1), 1.0, tl.float32)
+            scale_b = scale_a
+        c0, c1, c2, c3 = _multiply(
+            c0, c1, c2, c3, (a0, a1, a2, a3)[w], (b0, b1, b2, b3)[w], scale_a, scale_b,
+            _inputs(x + w * (2 * NUMBERS), BITS, ASM), BITS, ASM,
+        )  # fmt: skip
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def _over_warps(c, GROUPS: tl.constexpr, MEMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sums over the warps of a group: [tiles, x tiles, 32 GROUPS]."""
     each = tl.sum(tl.reshape(c, (c.shape[0], c.shape[1], GROUPS, MEMBERS, 32)), axis=3)
@@ -235,19 +255,10 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             a0, a1, a2, a3, b0, b1, b2, b3, s, t = _plain(code, scale, first + member < steps, BITS, SCALED)
         code += MEMBERS * 256
         scale += MEMBERS * SCALES
-        at = x + tl.minimum(first + member, steps - 1) * (8 * NUMBERS)
-        for w in tl.static_range(4):
-            if BITS == 4:
-                scale_a, scale_b = scale_e5m3(s, w, ASM), scale_e5m3(t, w, ASM)
-            elif SCALED:
-                scale_a, scale_b = scale_e8m0(s, w // 2, ASM), scale_e8m0(t, w // 2, ASM)
-            else:
-                scale_a = tl.full((1, 1, 1), 0x3F803F80, tl.int32) if ASM else tl.full((1, 1, 1), 1.0, tl.float32)
-                scale_b = scale_a
-            c0, c1, c2, c3 = _multiply(
-                c0, c1, c2, c3, (a0, a1, a2, a3)[w], (b0, b1, b2, b3)[w], scale_a, scale_b,
-                _inputs(at + w * (2 * NUMBERS), BITS, ASM), BITS, ASM,
-            )  # fmt: skip
+        c0, c1, c2, c3 = _add_turn(
+            c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, b2, b3, s, t,
+            x + tl.minimum(first + member, steps - 1) * (8 * NUMBERS), BITS, SCALED, ASM,
+        )  # fmt: skip
 
     # Thread 4 r + j has rows r (c0, c1) and r + 8 (c2, c3) of W, rows 2 j and 2 j + 1 of x
     above = tl.join(_over_warps(c0, GROUPS, MEMBERS), _over_warps(c1, GROUPS, MEMBERS))
