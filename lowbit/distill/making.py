@@ -42,6 +42,7 @@ from lowbit.distill.shards import (
     TOTALS,
     Cache,
     Shard,
+    identity_sha256,
     layout_of,
     naming_the_cache,
     open_cache,
@@ -142,6 +143,7 @@ class CacheMaker:
                 raise DataError(f"{self.folder} holds something that is no teacher's cache: give another cache.path")
             versions = {"lowbit": lowbit.__version__, "torch": torch.__version__, "python": platform.python_version()}
             manifest = {"format": FORMAT, "identity": self.identity, "shards": None}
+            manifest["identity_sha256"] = identity_sha256(self.identity)
             write_json(self.folder / MANIFEST, manifest | {"versions": versions, "made_with": self._made_with})
             return False
 

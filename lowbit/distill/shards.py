@@ -162,13 +162,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{folder} holds no teacher's cache: {MANIFEST} is missing; make one with `lowbit distill cache`"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())}; {_AGAIN}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{path} is not of format {FORMAT}; {_AGAIN}")
     try:
         identity, shards = manifest["identity"], manifest["shards"]
         _check_identity(identity)
+        if manifest.get("identity_sha256", identity_sha256(identity)) != identity_sha256(identity):
+            raise ValueError("identity is not the one that the cache was made with")
         if not isinstance(manifest.get("versions", {}), dict):
             raise ValueError("versions are no mapping")
         for number, record in enumerate([] if shards is None else shards):
@@ -177,6 +181,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__} "
         raise DataError(f"{path} was edited or damaged: {kind}{error}; {_AGAIN}") from error
     return manifest
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    """Of a file that may well be good."""
+    return DataError(f"cannot read {path}: {error.strerror or error}; make it readable, or give another cache.path")
 
 
 def shard_of(record: Any, identity: dict[str, Any], number: int) -> Shard:
@@ -212,6 +221,11 @@ class _NamedTeacher:
     digest: str
     step: int
     compute: str
+
+
+def identity_sha256(identity: dict[str, Any]) -> str:
+    """By which a manifest knows that its identity was not edited; caches of earlier versions have none."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _check_identity(identity: dict[str, Any]) -> None:
@@ -315,15 +329,27 @@ class Cache:
     def _open_shard(self, number: int) -> _Opened:
         shard = self.shards[number]
         path = self.folder / shard.file
-        data = np.memmap(path, dtype=np.uint8, mode="r")
-        samples, length = np.frombuffer(data, "<u4", 2, 8).tolist()
-        head = 16 + 8 * (samples + 1) + 4 * samples
+        head = 16 + 8 * (shard.samples + 1) + 4 * shard.samples
         head += -head % 8
-        index = np.frombuffer(data, "<u8", samples + 1, 16)
-        wrong = data[:8].tobytes() != MAGIC or samples != shard.samples or length != self.length
-        if wrong or head + 4 * int(index[-1]) != len(data) or (np.diff(index.astype(np.int64)) < 0).any():
-            raise DataError(f"{path} is damaged: its index does not fit; {_AGAIN}")
-        return _Opened(index, np.frombuffer(data, "<u4", samples, 16 + 8 * (samples + 1)), data[head:].view("<u4"))
+        try:
+            data = np.memmap(path, dtype=np.uint8, mode="r")
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        except ValueError:  # an empty file
+            data = np.zeros(0, dtype=np.uint8)
+        wanted = MAGIC + np.array([shard.samples, self.length], "<u4").tobytes()
+        if len(data) < head or (len(data) - head) % 4 or data[:16].tobytes() != wanted:
+            raise _damaged(path)
+        index = np.frombuffer(data, "<u8", shard.samples + 1, 16)
+        end = (len(data) - head) // 4
+        if index[0] != 0 or index[-1] != end or (index[1:] < index[:-1]).any():
+            raise _damaged(path)
+        sums = np.frombuffer(data, "<u4", shard.samples, 16 + 8 * (shard.samples + 1))
+        return _Opened(index, sums, data[head:].view("<u4"))
+
+
+def _damaged(path: Path) -> DataError:
+    return DataError(f"{path} is damaged: its index does not fit; {_AGAIN}")
 
 
 def layout_of(identity: dict[str, Any]) -> Layout:

@@ -50,8 +50,7 @@ class Distilled:
         assert isinstance(batch, DistilledBatch) and batch.teacher is not None
         teacher = batch.teacher
         if self.renormalise:
-            total = teacher.weights.sum(dim=1, keepdim=True)
-            teacher = SparseTargets(teacher.ids, teacher.weights / total, teacher.entropy)
+            teacher = renormalised(teacher, [stored.layout.targets for stored in batch.rows])
         hidden = model(batch.tokens, batch.visibility)  # [B, T, width]
         out = lm_head_distill_loss(
             hidden.flatten(0, 1),
@@ -65,6 +64,21 @@ class Distilled:
         )
         moments = torch.stack([out.divergence_sum, out.divergence_square_sum])
         return ObjectiveOutput(out.loss_sum, out.nll_sum, {"kl": moments})
+
+
+def renormalised(teacher: SparseTargets, lists: list[int]) -> SparseTargets:
+    """Each teacher's weights divided by their sum, and the entropies of what that makes, so that D is a divergence.
+
+    `lists`: entries of each teacher. Rows without targets stay as they are; rounding may leave a weight below zero.
+    """
+    parts = []
+    for weights in teacher.weights.clamp(min=0).split(lists, dim=1):
+        total = weights.sum(dim=1, keepdim=True)
+        parts.append(weights / torch.where(total > 0, total, 1.0))
+    entropies = [-torch.xlogy(weights, weights).sum(dim=1) for weights in parts]
+    share = 1.0 / len(lists)
+    weights = torch.cat(parts, dim=1) * share
+    return SparseTargets(teacher.ids, weights, torch.stack(entropies).mean(dim=0))
 
 
 def open_caches(config: DistillConfig, folder: Path, data: Dataset, report: bool = True) -> list[Cache]:
@@ -99,12 +113,20 @@ def open_caches(config: DistillConfig, folder: Path, data: Dataset, report: bool
 def check_loss(loss: DistillLossConfig, caches: Sequence[Cache]) -> None:
     """Raises ConfigError for a divergence that these targets cannot give."""
     estimators = {cache.layout.estimator for cache in caches}
-    if loss.divergence is not Divergence.forward_kl and (len(caches) > 1 or estimators != {Estimator.topk}):
-        raise ConfigError(
-            f"loss.divergence={loss.divergence.value}: needs the exact probabilities of one cache with "
-            f"cache.estimator=topk, here {', '.join(sorted(estimators))}; sampled targets would bias it, "
-            "loss.divergence=forward_kl takes them"
+    if loss.divergence is not Divergence.forward_kl:
+        needs = (
+            f"loss.divergence={loss.divergence.value}: needs the exact probabilities of one cache with cache.estimator"
         )
+        if estimators != {Estimator.topk}:
+            raise ConfigError(
+                f"{needs}=topk, here {', '.join(sorted(estimators))}; sampled targets would bias it, "
+                "loss.divergence=forward_kl takes them"
+            )
+        if len(caches) > 1:
+            raise ConfigError(
+                f"{needs}=topk, here are {len(caches)}, and it is not linear in the teacher, so it has no average over "
+                "several; leave cache.more empty, or take loss.divergence=forward_kl"
+            )
     if Estimator.topk in estimators and len(estimators) > 1:
         raise ConfigError("cache.more: topk caches (biased) cannot be averaged with sampled ones")
 

@@ -241,7 +241,13 @@ def test_damage_is_found(made: Path) -> None:
         (lambda m: m["shards"].pop(), "its shards do not hold 16 samples"),
         (lambda m: m["shards"].reverse(), "shards.0 is not of the samples that belong there"),
         (lambda m: m["shards"][0].pop("sha256"), "was edited or damaged: TypeError"),
-        (lambda m: m["identity"].update(sequence_length=64), "is damaged: its index does not fit"),
+        (
+            lambda m: m["identity"].update(sequence_length=64),
+            "ValueError identity is not the one that the cache was made",
+        ),
+        (lambda m: m["identity"].update(targets=7), "identity is not the one that the cache was made with"),
+        (lambda m: m["identity"].update(estimator="topk"), "identity is not the one that the cache was made with"),
+        (lambda m: m["identity"].update(temperature=1.01), "identity is not the one that the cache was made with"),
     ],
 )
 def test_an_edited_manifest_is_one_line(made: Path, change: Callable[[dict], None], message: str) -> None:  # type: ignore[type-arg]
@@ -249,6 +255,51 @@ def test_an_edited_manifest_is_one_line(made: Path, change: Callable[[dict], Non
     with pytest.raises(DataError, match=message) as caught:
         open_cache(made).read(np.array([0]))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keep_time", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: b"",
+        lambda b: b[:12],
+        lambda b: b[:40],
+        lambda b: b"X" + b[1:],
+        lambda b: b[:8] + b"\xff\xff\xff\x7f" + b[12:],
+        lambda b: b[:8] + b"\0\0\0\0" + b[12:],
+        lambda b: b[:12] + b"\1\0\0\0" + b[16:],
+        lambda b: b[:16] + b"\1" + b[17:],
+        lambda b: b[:31] + b"\xff" + b[32:],
+        lambda b: b[:48] + b"\xff" + b[49:],
+        lambda b: b + b"x",
+    ],
+)
+def test_a_damaged_header_is_one_line(made: Path, change: Callable[[bytes], bytes], keep_time: bool) -> None:
+    """Whether it is found when the cache is opened or, changed afterwards or with its time put back, when it is read"""
+    path = made / "shard-00001.targets"
+    cache, whole, stat = open_cache(made), path.read_bytes(), path.stat()
+    path.write_bytes(change(whole))
+    if keep_time:
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(DataError, match=r"shard-00001.targets is damaged: its index does not fit; delete the folder"):
+        cache.read(np.arange(4, 8))
+    with pytest.raises(DataError, match=r"shard-00001.targets (is|was) \w+") as caught:
+        open_cache(made).read(np.arange(4, 8))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_read_is_not_to_be_deleted(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = open_cache(made)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(np, "memmap", denied)
+    monkeypatch.setattr(Path, "read_text", denied)
+    for act in (lambda: cache.read(np.array([0])), lambda: open_cache(made)):
+        with pytest.raises(DataError, match=r"cannot read .*: Permission denied; make it readable, or give") as caught:
+            act()
+        assert "delete" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 REMOVED = object()

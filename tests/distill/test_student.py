@@ -24,7 +24,7 @@ from lowbit.distill.batches import CachedLoader, DistilledBatch, StoredRows
 from lowbit.distill.codec import decode
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import Cache, token_checksums
-from lowbit.distill.student import Distilled
+from lowbit.distill.student import Distilled, renormalised
 from lowbit.distill.teacher import Teacher
 from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.models.sparse_head import DistillTerms, SparseTargets
@@ -180,9 +180,43 @@ def test_topk_alone_is_renormalised(maker: Make, dataset: Dataset, tmp_path: Pat
     model = Transformer(maker(tmp_path / "c").teacher.model.config, dataset.tokenizer.vocab_size)
     model.init_weights(2)
     out = Distilled(DistillTerms(), renormalise=True)(model, batch)
-    scaled = SparseTargets(t.ids, t.weights / t.weights.sum(dim=1, keepdim=True), t.entropy)
+    weights = t.weights / t.weights.sum(dim=1, keepdim=True)
+    scaled = SparseTargets(t.ids, weights, -(weights * weights.log()).sum(dim=1))
     want = Distilled(DistillTerms())(model, replace(batch, teacher=scaled))
-    assert torch.equal(out.loss_sum, want.loss_sum)
+    torch.testing.assert_close(out.loss_sum, want.loss_sum)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_topk_beside_prompts_is_a_divergence(several: bool, maker: Make, dataset: Dataset, tmp_path: Path) -> None:
+    """Rows without targets leave gradients finite; KL(p' || s) is that of the renormalised targets, never below zero,
+    and zero for a student that says them."""
+    model = Transformer(maker(tmp_path / "unused").teacher.model.config, dataset.tokenizer.vocab_size)
+    model.init_weights(2)
+    batch = dataset.training_batch(*SampleOrder(dataset, 1).locate(np.array([0, 1])))
+    batch.weights[0, 3:20] = batch.weights[1] = 0.0
+    rows = []
+    for targets in (8, 5) if several else (8,):
+        m = maker(tmp_path / "unused", estimator=Estimator.topk, targets=targets)
+        words, sizes, _ = m.rows(batch, 0)
+        rows.append(StoredRows(m.layout, words.to(torch.int32), sizes.cumsum(0) - sizes))
+    joined = DistilledBatch(**vars(batch), rows=tuple(rows)).to("cpu")
+    out = Distilled(DistillTerms(), renormalise=True)(model, joined)
+    out.loss_sum.backward()
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients(model).values())
+    with torch.no_grad():
+        logits = model(batch.tokens, batch.visibility).flatten(0, 1) @ model.head_weight[: model.vocab_size].t()
+    log_s, expected, perfect = F.log_softmax(logits, dim=1), 0.0, 0.0
+    for stored in rows:
+        got = decode(stored.layout, stored.words, stored.starts, 32)
+        p = torch.zeros_like(logits).scatter_add_(1, got.ids.flatten(0, 1), got.weights.flatten(0, 1))
+        p = (p / p.sum(dim=1, keepdim=True))[batch.weights.flatten() > 0]
+        expected += float(F.kl_div(log_s[batch.weights.flatten() > 0], p, reduction="sum")) / len(rows)
+        perfect += float(torch.xlogy(p, p).sum()) / len(rows)
+    assert float(out.moments["kl"][0]) == pytest.approx(expected, rel=1e-4) and expected > 0
+    assert joined.teacher is not None
+    scaled = renormalised(joined.teacher, [stored.layout.targets for stored in rows])
+    assert float((scaled.entropy * batch.weights.flatten()).sum()) == pytest.approx(-perfect, rel=1e-4)
+    assert not scaled.weights[batch.weights.flatten() == 0].any() and float(scaled.weights.min()) >= 0
 
 
 # Runs ---------------------------------------------------------------------------------------------------------
@@ -263,6 +297,7 @@ def test_what_does_not_fit_is_refused_naming_the_field(
     tokens = prepare_data(distillation.data, lambda _: None).tokenizer.digest
     manifest = json.loads((cache.folder / "manifest.json").read_text())
     manifest["identity"]["tokenizer"] = "0" * 64
+    del manifest["identity_sha256"]
     (cache.folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match=rf"tokenizer: \"0+... there, \"{tokens[:12]}"):
         distill.train(distillation, tmp_path / "student")
