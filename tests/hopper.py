@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 def build(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], sixteens: Collection[str], **options: Any
 ) -> dict[str, Any]:
-    """What a kernel is compiled to, by stage (ttgir, cubin, ...).
+    """What a kernel is compiled to, by stage (ttgir, cubin, ...), and bytes of shared memory (shared).
 
     types: of arguments that are no int32; pointers are aligned. sixteens: arguments that are multiples of sixteen.
     """
@@ -27,8 +27,8 @@ def build(
     }
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=places, attrs=divisible)
-    made: dict[str, Any] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
-    return made
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return {**made.asm, "shared": made.metadata.shared}
 
 
 def dumped(binary: bytes, flag: str) -> str:

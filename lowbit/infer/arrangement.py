@@ -24,6 +24,8 @@ from lowbit.quant.quantised import Packed
 
 SHARED = 0x60306030
 """Bits of A that belong to none of numbers 0 to 5 of its row."""
+PIECE = 1 << 22
+"""Bytes of codes that are laid down at once, which takes some twenty times as many."""
 
 
 def arranged(packed: Packed, rows: int) -> tuple[Tensor, Tensor | None]:
@@ -41,7 +43,8 @@ def arranged(packed: Packed, rows: int) -> tuple[Tensor, Tensor | None]:
     zero = scales[:, :, None] == 0
     data = data.view(*scales.shape, 8).masked_fill(zero, 0).flatten(1)
     table = _e5m3().to(scales.device)
-    return _half_bytes(data), _four_a_group(table[scales.int()])
+    parts = torch.split(data, max(1, PIECE // data.shape[1] // kernels.TILE_ROWS) * kernels.TILE_ROWS)
+    return torch.cat([_half_bytes(part) for part in parts]), _four_a_group(table[scales.int()])
 
 
 def _whole_bytes(data: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ class Steps:
         self._graphs = graphs and capturable(model)
         self._captured: dict[tuple[int, SamplingConfig], Captured] = {}
         self._memory: Any = None
+        self._stream: Any = None
 
     def draw(self, hidden: Tensor, noise: Tensor, sampling: SamplingConfig) -> Tensor:
         """The tokens behind hidden states [rows, width] and their logprobs: FP64 [rows, 2]."""
@@ -99,8 +100,11 @@ class Steps:
         lines = self.slots.lines
         before = lines.clone()
         lines.zero_()
-        # A stream of its own, also to record on: PyTorch's for recording is that of the GPU which recorded first
-        stream = torch.cuda.Stream(lines.device)  # type: ignore[no-untyped-call]
+        # One of its own, for all: PyTorch's stream for recording is of the GPU that recorded first, and graphs share
+        # their pool's memory only if they were recorded on one stream
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(lines.device)  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARMUPS):

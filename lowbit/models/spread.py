@@ -26,7 +26,7 @@ class Spread:
         self.rank, self.world = rank, world
         self.local = experts // world
         self.sent_bytes = 0
-        """To other ranks so far, both ways, numbers of rows left out."""
+        """To other ranks' experts and back so far, in training; numbers of rows left out."""
         # Not at import, which would bring in the compiler.
         self._outside = torch.compiler.disable(self._there_and_back)  # type: ignore[no-untyped-call]
 
@@ -49,7 +49,8 @@ class Spread:
         dist.all_to_all_single(coming, counts.contiguous())
         numbers = torch.stack((counts.sum(1), coming.sum(1))).tolist()  # the wait for the device
         sent, received = numbers
-        there: Tensor = Exchange.apply(rows, sent, received, self)  # type: ignore[no-untyped-call]
+        counter = self if torch.is_grad_enabled() else None  # an evaluation's are no step's
+        there: Tensor = Exchange.apply(rows, sent, received, counter)  # type: ignore[no-untyped-call]
         # They came rank after rank, each sorted; the experts want them expert after expert.
         number = torch.arange(self.local, device=rows.device).repeat(self.world)
         expert = number.repeat_interleave(coming.flatten(), output_size=there.shape[0])
@@ -59,7 +60,7 @@ class Spread:
         sorted_rows: Tensor = Dispatch.apply(there, order, place, 1)  # type: ignore[no-untyped-call]
         made = experts(sorted_rows, ends)
         back: Tensor = Collect.apply(made, order, place, 1)  # type: ignore[no-untyped-call]
-        result: Tensor = Exchange.apply(back.flatten(0, 1), received, sent, self)  # type: ignore[no-untyped-call]
+        result: Tensor = Exchange.apply(back.flatten(0, 1), received, sent, counter)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -67,7 +68,7 @@ class Exchange(torch.autograd.Function):
     """Rows to other ranks: the first sent[0] to rank 0, and so on; received[r] come from rank r."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], spread: Spread) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], spread: Spread | None) -> Tensor:
         ctx.numbers, ctx.spread = (sent, received), spread
         return exchanged(x, sent, received, spread)
 
@@ -77,9 +78,10 @@ class Exchange(torch.autograd.Function):
         return exchanged(grad, received, sent, ctx.spread), None, None, None
 
 
-def exchanged(x: Tensor, sent: list[int], received: list[int], spread: Spread) -> Tensor:
+def exchanged(x: Tensor, sent: list[int], received: list[int], spread: Spread | None) -> Tensor:
     """x [sum of sent, width] -> [sum of received, width], as bytes, which every backend knows."""
     out = x.new_empty(sum(received), x.shape[1])
     dist.all_to_all_single(out.view(torch.uint8), x.contiguous().view(torch.uint8), received, sent)
-    spread.sent_bytes += (sum(sent) - sent[spread.rank]) * x.shape[1] * x.element_size()
+    if spread is not None:
+        spread.sent_bytes += (sum(sent) - sent[spread.rank]) * x.shape[1] * x.element_size()
     return out

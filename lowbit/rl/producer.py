@@ -155,7 +155,8 @@ class CopyingProducer(Producer):
 class AheadProducer(Producer):
     """Draws in a thread, at most `ahead` rollouts before they are taken; weights wait for it on `device`.
 
-    Whoever trains has the lock of recording steps (`infer/graphs.py`) but while it waits in `take`.
+    Whoever trains has the lock of recording steps (`infer/graphs.py`) but while it waits in `take`, since it may have
+    to wait for the whole GPU. Not the other way round: an evaluation that records while the thread compiles may fail.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class AheadProducer(Producer):
     ) -> None:
         super().__init__(drawing)
         self._weights, self._device, self._recording = weights, device, recording or threading.RLock()
+        self._holder: int | None = None
         drawing.ranks = drawing.ranks.beside("rollouts", self._require_going)
         self._ahead, self._seconds = ahead, seconds
         self._change = threading.Condition()
@@ -185,18 +187,32 @@ class AheadProducer(Producer):
         with self._change:
             self._mail = (copies, version)
             self._change.notify_all()
+        self._hold()
         if self._thread is None:
-            self._recording.acquire()
             self._thread = threading.Thread(target=self._run, name="lowbit-rollouts", daemon=True)
             self._thread.start()
 
     def take(self) -> Rollout:
         """The oldest rollout. Raises LowbitError, saying what is missing, when none comes within `rollout.seconds`."""
-        self._recording.release()
-        try:
-            return self._oldest()
-        finally:
-            self._recording.acquire()
+        self._let_go()
+        rollout = self._oldest()
+        self._hold()
+        return rollout
+
+    def _hold(self) -> None:
+        """Have the lock. Raises LowbitError when the thread does not let it go within `rollout.seconds`."""
+        if self._holder is None:
+            if not self._recording.acquire(timeout=self._seconds):
+                raise LowbitError(
+                    f"the sampler has been recording a step for longer than rollout.seconds={self._seconds:g}: its "
+                    f"thread is {self.drawing.doing}"
+                )
+            self._holder = threading.get_ident()
+
+    def _let_go(self) -> None:
+        if self._holder == threading.get_ident():
+            self._holder = None
+            self._recording.release()
 
     def _oldest(self) -> Rollout:
         deadline = time.monotonic() + self._seconds
@@ -261,10 +277,9 @@ class AheadProducer(Producer):
         with self._change:
             self._stop = True
             self._change.notify_all()
+        self._let_go()
         if self._thread is not None:
-            self._recording.release()
             self._thread.join(timeout=60.0)
-            self._thread = None
 
 
 def aligned(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

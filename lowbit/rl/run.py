@@ -147,7 +147,8 @@ class Reinforcement(TaskRun):
         if not rollout.staleness:
             return CopyingProducer(drawing, self.weights)
         ahead = rollout.staleness // rollout.updates
-        return AheadProducer(drawing, self.weights, ahead, rollout.seconds, apart, self.recording)
+        recording = self.recording if apart == self.device else None
+        return AheadProducer(drawing, self.weights, ahead, rollout.seconds, apart, recording)
 
     def _reference(self) -> Transformer | None:
         """What the KL is to: another run, or what this one began with. With nothing but adapters to train that is the

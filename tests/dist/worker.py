@@ -8,11 +8,14 @@ BACKEND is gloo (on the CPU) or nccl (each rank on its own GPU).
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from nearness import exact_muon
 from safetensors.torch import load_file, save_file
 
@@ -182,6 +185,24 @@ def local(case: dict[str, Any], device: str = "cpu") -> tuple[list[Any], dict[st
     return train(engine, ALONE, case.get("steps", 3), objective_of(case, ALONE)), tensors(engine)
 
 
+@contextmanager
+def exchanged_rows(rank: int) -> Iterator[list[int]]:
+    """Bytes of each exchange of tokens that leave this rank, as PyTorch is asked to send them."""
+    found: list[int] = []
+    send = dist.all_to_all_single
+
+    def counted(out: torch.Tensor, x: torch.Tensor, received: Any = None, sent: Any = None, **settings: Any) -> Any:
+        if sent is not None:
+            found.append((sum(sent) - sent[rank]) * x[:1].nbytes if len(x) else 0)
+        return send(out, x, received, sent, **settings)
+
+    dist.all_to_all_single = counted
+    try:
+        yield found
+    finally:
+        dist.all_to_all_single = send
+
+
 def run_case(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.device) -> None:
     """Train as the case says and write what came out."""
     from lowbit.trainer.deepspeed_engine import DeepSpeedEngine
@@ -196,8 +217,9 @@ def run_case(case: dict[str, Any], folder: Path, ranks: Ranks, device: torch.dev
     if case.get("late"):  # as if no bucket left during a backward pass
         assert engine._wire.attachment is not None
         engine._wire.attachment.leave_early = lambda: None  # type: ignore[method-assign]
-    rows = train(engine, ranks, case.get("steps", 3), objective_of(case, ranks))
-    traffic = engine.traffic()
+    with exchanged_rows(ranks.rank) as exchanged:
+        rows = train(engine, ranks, case.get("steps", 3), objective_of(case, ranks))
+    traffic = engine.traffic() | {"exchanged": sum(exchanged)}
     saved = tensors(engine)
     prints = ranks.gather(fingerprint(engine))
     if ranks.first:

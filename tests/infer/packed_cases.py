@@ -15,8 +15,11 @@ from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4, NVFP4_46, NVFP4_ROW, QuantS
 SPECS = {spec.name: spec for spec in (NVFP4_46, NVFP4, NVFP4_ROW, MXFP8, FP8_ROW)}
 
 
-CUTS = (Shape(1, 1, 2, 4), Shape(2, 2, 1, 4), Shape(1, 4, 2, 4), Shape(2, 4, 2, 8), Shape(1, 2, 1, 16))
-"""Ways to cut a product, beside the usual ones."""
+CUTS = (
+    *(Shape(1, 1, 2, 4), Shape(2, 2, 1, 4), Shape(1, 4, 2, 4), Shape(2, 4, 2, 8), Shape(1, 2, 1, 16)),
+    *(Shape(1, 2, 1, 4), Shape(2, 2, 2, 4), Shape(1, 1, 2, 8), Shape(1, 4, 4, 8), Shape(1, 4, 8, 8)),
+)
+"""Ways to cut a product: the usual ones of many rows of weights or many columns, and others."""
 
 
 def compare(spec: QuantSpec, x: Tensor, weight: Tensor, device: str, asm: bool, shape: Shape | None = None) -> None:

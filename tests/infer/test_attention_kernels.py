@@ -38,3 +38,16 @@ def test_in_the_interpreter(fmt: str) -> None:
     done = subprocess.run([sys.executable, script, fmt], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+def test_what_is_read_ahead_fits_a_processors_memory() -> None:
+    script = Path(__file__).with_name("attention_compile.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    assert len(lines) > 30 and all(taken <= limit for *_, taken, limit in lines), done.stdout
+    assert {stages for _, _, _, stages, _, _ in lines} == {2, 3, 4}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +24,24 @@ def test_a_step_is_recorded_on_a_stream_of_its_own_gpu(monkeypatch: pytest.Monke
         def wait_stream(self, other: Any) -> None:
             pass
 
+    graphs_replayed: list[int] = []
+
     class Graph:
         def pool(self) -> int:
             return 7
+
+        def replay(self) -> None:
+            graphs_replayed.append(1)
+
+    class Lock:
+        held = False
+
+        def __enter__(self) -> bool:
+            self.held = True
+            return True
+
+        def __exit__(self, *error: Any) -> None:
+            self.held = False
 
     @contextmanager
     def graph(graph: Graph, pool: Any = None, stream: Any = None, **settings: Any) -> Iterator[None]:
@@ -39,9 +53,16 @@ def test_a_step_is_recorded_on_a_stream_of_its_own_gpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    lines = torch.ones(4, 6, dtype=torch.int64)
-    steps = Steps(model_of(torch.bfloat16), None, None, SimpleNamespace(lines=lines), True, RLock())  # type: ignore[arg-type]
-    steps._step = lambda size, table, sampling: torch.zeros(size, 2)  # type: ignore[method-assign]
-    steps._capture(4, 1, SamplingConfig())
-    assert [stream.device for stream in streams] == [lines.device]
-    assert bool((lines == 1).all()), "what is recorded runs on empty slots"
+    lines, lock, seen = torch.ones(4, 6, dtype=torch.int64), Lock(), []
+    steps = Steps(model_of(torch.bfloat16), None, None, SimpleNamespace(lines=lines), True, lock)  # type: ignore[arg-type]
+
+    def step(size: int, table: int, sampling: SamplingConfig) -> torch.Tensor:
+        seen.append((lock.held, bool(lines.any())))
+        return torch.zeros(size, 2)
+
+    steps._step = step  # type: ignore[method-assign]
+    for size in (4, 2, 4):
+        steps.run(size, 1, SamplingConfig())
+    assert [stream.device for stream in streams] == [lines.device] * 2 and streams[0] is streams[1], "one, for its pool"
+    assert seen == [(True, False)] * 6, "what is recorded runs on empty slots, and holds the lock"
+    assert bool((lines == 1).all()) and not lock.held and graphs_replayed == [1, 1, 1]

@@ -128,6 +128,17 @@ def test_a_kernel_that_is_wrong_or_fails_is_named_and_not_used(
     packed.wrong.cache_clear()
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+def test_the_check_cuts_products_in_every_way() -> None:
+    """What a layer of any size is cut into for few rows, the check before it is used has tried."""
+    from lowbit.infer.kernels.packed import shape_of
+
+    rows = range(1, FEW_ROWS + 1)
+    tried = {shape_of(n, height // 16, width // 128) for height, width in packed.CHECKED for n in (1, FEW_ROWS)}
+    tiles, steps = (1, 2, 63, 64, 256, 1023, 1024, 1025, 4096), (1, 2, 15, 63, 64, 65, 112, 1024)
+    assert tried == {shape_of(n, t, k) for n in rows for t in tiles for k in steps}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 def test_the_kernel_in_the_interpreter() -> None:
@@ -166,7 +177,9 @@ def test_the_kernel_on_a_gpu(name: str) -> None:
         (1, 48, 128),
         (5, 2048, 2048),
         (16, 4096, 3584),
-        (3, 8464, 1024),  # two tiles a program, and one over
+        (3, 16400, 1024),  # groups of warps, and a tile over
+        (16, 16400, 256),
+        (16, 64, 8192),
         (12, 16384, 256),
         (13, 512, 4096),
     ):

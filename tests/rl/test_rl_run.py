@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,6 +293,49 @@ def test_steps_are_recorded_only_while_the_trainer_waits() -> None:
     training.clear()
     producer.close()
     assert len(during) >= 4 * 6 and not any(during)
+
+
+def test_the_lock_of_recording_is_the_samplers(
+    config: RlConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the trainer's own device, what draws ahead and what evaluates record under the lock that the trainer has."""
+    made: list[AheadProducer] = []
+    make = AheadProducer.__init__
+
+    def noted(self: AheadProducer, *arguments: Any) -> None:
+        make(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(AheadProducer, "__init__", noted)
+    train(changed(config, **EASY, rollout__staleness=1, max_steps=1), tmp_path / "run")
+    [producer] = made
+    sampler: Any = producer.sampler
+    assert producer._recording is sampler.inner._recording
+    assert producer._holder is None, "let go at the end"
+
+
+def test_a_recording_that_never_ends_is_told() -> None:
+    """`rollout.seconds` bounds that wait, too; and closing before anything was published is no error."""
+    lock = threading.RLock()
+
+    class Drawn:
+        ranks, config, doing = ALONE, None, "recording"
+        collector = SimpleNamespace(sampler=SimpleNamespace(version=0, update=lambda weights, version: None))
+
+        def draw(self, position: Any, version: int) -> Rollout:
+            position.index += 1
+            self.doing = "recording"
+            lock.acquire()  # and never lets go
+            return Rollout(position.index, version, [])
+
+    AheadProducer(Drawn(), lambda: [], 1, 0.3, torch.device("cpu"), lock).close()  # type: ignore[arg-type]
+    producer = AheadProducer(Drawn(), lambda: [], 1, 0.3, torch.device("cpu"), lock)  # type: ignore[arg-type]
+    producer.publish(0)
+    with pytest.raises(
+        LowbitError, match=r"recording a step for longer than rollout.seconds=0.3: its thread is recording"
+    ):
+        producer.take()
+    producer.close()
 
 
 def test_what_a_thread_raises_is_raised_here() -> None:

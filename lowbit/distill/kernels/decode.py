@@ -26,7 +26,7 @@ ENTROPY_UNIT = tl.constexpr(ENTROPY_STEP)
 
 @triton.jit
 def _field(words, count, at, bits, there):  # type: ignore[no-untyped-def]
-    """Integers of `bits` bits (up to 31) at bits `at`, int64; zeros where not there or behind the end."""
+    """int32 of `bits` bits (up to 31) at bit positions `at`, int64; zeros where not there or behind the end."""
     index = at // 32
     low = tl.load(words + index, there & (index < count), 0).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(words + index + 1, there & (index + 1 < count), 0).to(tl.uint32, bitcast=True).to(tl.uint64)

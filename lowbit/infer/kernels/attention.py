@@ -19,6 +19,7 @@ values' scales the probabilities.
 """
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -31,8 +32,10 @@ Memory = tuple[Tensor, Tensor, Tensor, Tensor]
 
 CHUNK = 256
 """Tokens of a piece."""
-FEW = 264
-"""Programs up to which each has room to begin with all its reads."""
+CROWD = 264
+"""Programs, two for each processor of an H200, up to which each begins with all the reads that it has room for."""
+OWN_BYTES = 24 * 1024
+"""Shared memory of a program beside what it reads ahead: queries and probabilities on their way to the products."""
 LOG2_E = tl.constexpr(1.44269504)
 
 
@@ -175,6 +178,22 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + line * D + d, (joined / total).to(out.dtype.element_ty))
 
 
+def stages_of(programs: int, tile_bytes: int, shared_bytes: int) -> int:
+    """Tiles of keys and values that are read, or on their way, at once, and the one that is multiplied.
+
+    Args:
+        programs: of the launch. tile_bytes: of a tile's keys and values. shared_bytes: that a program may have.
+    """
+    room = max(1, (shared_bytes - OWN_BYTES) // tile_bytes)
+    return 1 + min(3 if programs <= CROWD else 2, room)
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
 def decode(
     q: Tensor,
     memory: Memory,
@@ -200,13 +219,15 @@ def decode(
     partial = torch.empty(rows, heads, pieces, dim, dtype=torch.float32, device=q.device)
     logsums = torch.empty(rows, heads, pieces, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, dim, dtype=q.dtype, device=q.device)
-    group = heads // shared
+    group, tile = heads // shared, 128 if dim <= 64 else 64
+    tile_bytes = 2 * tile * dim * keys.element_size()
+    stages = stages_of(rows * shared * pieces, tile_bytes, _shared_bytes(q.device)) if q.is_cuda else 1
     _piece_kernel[(rows, shared, pieces)](
         q, keys, values, key_scales, value_scales, table, start, partial, logsums, out,
         q.stride(0), q.stride(1), table.stride(0), start.stride(0), 1 / math.sqrt(dim),
         HEADS=shared, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), D=dim, BLOCK=block,
-        TILE=128 if dim <= 64 else 64, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, SCALED=largest is not None,
-        CAP=softcap or 0.0, STAGES=4 if rows * shared * pieces <= FEW else 3,
+        TILE=tile, CHUNK=CHUNK, PIECES=pieces, WINDOW=window, SCALED=largest is not None,
+        CAP=softcap or 0.0, STAGES=stages,
         num_warps=4, **chained(q.device),
     )  # fmt: skip
     if pieces == 1:

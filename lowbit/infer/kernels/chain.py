@@ -4,7 +4,7 @@ A decoding step is some three hundred kernels of a few microseconds, and between
 the programs of the one have to end before those of the next are placed. A kernel that is launched as a dependent is
 placed as soon as every program of the one before it has said that it may be, or ended, and then waits where it has to:
 
-    let_next     the next kernel may be placed beside this one; it does not read anything before its own `wait`
+    let_next     the next kernel may be placed beside this one; what others write it does not read before its own `wait`
     wait         until the kernel before has ended and what it wrote can be seen (and so with all before that)
 
 Every kernel of a step waits, so that "the one before has ended" holds for all before it. What does not change while a

@@ -69,7 +69,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta [..., width], and that normalised; weight FP32 [width]."""
+    """x + delta [..., width], and that normalised; weight FP32 [width]. A model's own `add_norm`, but chained."""
     return _norm(x, delta.contiguous(), weight, eps)
 
 

@@ -28,8 +28,10 @@ numbers: a product and a sum with integers make such a byte twice a word of BF16
 import triton
 import triton.language as tl
 
-_UNPACK_E2M1 = """
-{
+from lowbit.infer.arrangement import SHARED as SHARED_BITS
+
+_UNPACK_E2M1 = f"""
+{{
 .reg .b32 a, c;
 and.b32 a, $8, 0x81C081C0;                                 mul.rn.bf16x2 $0, a, $10;
 shl.b32 a, $8, 6;            and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $1, a, $10;
@@ -37,10 +39,10 @@ shf.r.wrap.b32 a, $8, $8, 4; and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $2, a, 
 and.b32 a, $9, 0x81C081C0;                                 mul.rn.bf16x2 $4, a, $11;
 shl.b32 a, $9, 6;            and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $5, a, $11;
 shf.r.wrap.b32 a, $9, $9, 4; and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $6, a, $11;
-shr.u32 c, $9, 2;            lop3.b32 c, $8, c, 0x60306030, 0xE4;
+shr.u32 c, $9, 2;            lop3.b32 c, $8, c, {SHARED_BITS}, 0xE4;
 shl.b32 a, c, 4;             and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $3, a, $10;
 shf.r.wrap.b32 a, c, c, 6;   and.b32 a, a, 0x81C081C0;     mul.rn.bf16x2 $7, a, $11;
-}
+}}
 """
 _UNPACK_E4M3 = """
 {
@@ -59,14 +61,14 @@ _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
-_KEEP_4 = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-_KEEP_2 = "ld.global.v2.b32 {$0, $1}, [$2];"
+_LOAD_4 = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+_LOAD_2 = "ld.global.v2.b32 {$0, $1}, [$2];"
 UNPACK_E2M1, UNPACK_E4M3, MMA = tl.constexpr(_UNPACK_E2M1), tl.constexpr(_UNPACK_E4M3), tl.constexpr(_MMA)
 E5M3_PAIR, E8M0_PAIR = tl.constexpr(_E5M3_PAIR), tl.constexpr(_E8M0_PAIR)
-KEEP_4, KEEP_2 = tl.constexpr(_KEEP_4), tl.constexpr(_KEEP_2)
+LOAD_4, LOAD_2 = tl.constexpr(_LOAD_4), tl.constexpr(_LOAD_2)
 RESULT_UNIT = tl.constexpr(2.0**8)
 PLACE = tl.constexpr(-0x7E3F7E40)  # 0x81C081C0, where a code is in a BF16
-SHARED = tl.constexpr(0x60306030)  # bits of a word of row r that belong to neither of its first six numbers
+SHARED = tl.constexpr(SHARED_BITS)
 
 
 @triton.jit
@@ -74,7 +76,7 @@ def load_four(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """int32 at a pointer and the three behind it, in one read."""
     if ASM:
         return tl.inline_asm_elementwise(
-            KEEP_4,
+            LOAD_4,
             "=&r,=&r,=&r,=&r,l",
             [pointer],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
@@ -91,7 +93,7 @@ def load_two(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     own it lays out as suits that read, and threads would not hold what the tensor core wants of them."""
     if ASM:
         return tl.inline_asm_elementwise(
-            KEEP_2, "=&r,=&r,l", [pointer], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+            LOAD_2, "=&r,=&r,l", [pointer], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
         )
     else:  # noqa: RET505
         return tl.load(pointer), tl.load(pointer + 1)

@@ -44,8 +44,8 @@ from lowbit.infer.kernels.ring import COMMIT, declaration, once, send, take_four
 
 X_TILE = 8
 """Rows of x that the tensor core takes at once."""
-RING_BYTES = 48 * 1024
-"""Shared memory that a program may have without asking for more."""
+RING_BYTES = 40 * 1024
+"""Of the 48 KB that a program has without asking for more; up to 8 are for the sums over warps."""
 
 
 class Shape(NamedTuple):
@@ -293,6 +293,7 @@ def packed_product(
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # rows are read in pieces of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
     cut = shape or shape_of(rows, tiles, steps)
+    assert cut.stages >= 2
     y = torch.empty(rows, tiles * TILE_ROWS, dtype=out, device=x.device)
     _product_kernel[(triton.cdiv(tiles, cut.tiles * cut.groups),)](
         x, data, data if scales is None else scales, data if after is None else after, y,
