@@ -15,17 +15,23 @@ from lowbit.configs.strict import build
 from lowbit.data.dataset import prepare_data
 from lowbit.data.loader import SampleOrder
 from lowbit.data.permutation import Permutation
-from lowbit.distill.codec import decode
+from lowbit.distill.codec import Decoded, decode
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import Cache, require_same, require_text
 from lowbit.distill.teacher import open_teacher
-from lowbit.errors import ConfigError, DataError
+from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.trainer.hardware import pick_device
 
 logger = logging.getLogger("lowbit")
 
 CLOSE = 0.05
 """Nats by which the mean entropy of re-scored rows may differ on another device before it is another teacher."""
+AGREE = 0.5
+"""Share of the weight that a re-scored row and the stored one have on the same ids, and the share of rows that must
+have as much. Noise is keyed by the position: on another device only draws beside a boundary differ, in FP32 next to
+none, in BF16 some of a long tail; rows of anything else have the likeliest tokens in common by chance only."""
+ALIKE = 0.95
+"""The same share, on average over rows whose ids are equal: codes are 1/16 nat apart, and rounded by the same noise."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,10 @@ class Rescored:
     """Samples whose bits came out the same."""
     entropy_difference: float
     """Mean absolute difference of the stored entropies, nats."""
+    agreeing: float
+    """Share of rows with targets that agree (`AGREE`) with the stored ones."""
+    alike: float
+    """Weight on the same ids where those are equal, of all; on average over such rows."""
 
 
 def statistics(cache: Cache, folder: Path) -> list[str]:
@@ -86,8 +96,13 @@ def rescore(cache: Cache, samples: int, seed: int, device: str, teacher_path: st
     except (ConfigError, KeyError) as error:
         raise DataError(f"{cache.folder}: the manifest's made_with was edited or damaged: {error}") from None
     if teacher_path:
+        data_config = _moved(data_config, Path(teacher_config.path), Path(teacher_path).expanduser())
         teacher_config = replace(teacher_config, path=teacher_path)
-    teacher = open_teacher(teacher_config, EngineConfig(), pick_device(device))
+    try:
+        teacher = open_teacher(teacher_config, EngineConfig(), pick_device(device))
+    except (ConfigError, CheckpointError) as error:
+        hint = "" if teacher_path else "; if it was moved, name its folder with --teacher FOLDER"
+        raise DataError(f"{cache.folder}: cannot open its teacher: {error}{hint}") from error
     data = prepare_data(data_config, logger.info)
     maker = CacheMaker(
         cache.folder, _settings(cache, data_config, teacher_config), cache.samples * cache.length, teacher, data
@@ -96,6 +111,7 @@ def rescore(cache: Cache, samples: int, seed: int, device: str, teacher_path: st
     order = SampleOrder(data, int(cache.identity["seed"]))
     size = int(cache.identity["micro_batch"])
     same, drift, count = 0, 0.0, 0
+    shares, equal = [], []
     groups = cache.samples // size
     chosen = Permutation(groups, "verify", seed)(np.arange(min(groups, -(-samples // size)), dtype=np.int64))
     for first in (chosen * size).tolist():
@@ -108,15 +124,61 @@ def rescore(cache: Cache, samples: int, seed: int, device: str, teacher_path: st
         same += sum(torch.equal(here, there) for here, there in pairs)
         here = decode(cache.layout, words, starts, cache.length)
         there = decode(cache.layout, stored.words, stored.starts, cache.length)
+        share, identical = in_common(here, there)
+        learned = batch.weights != 0
+        shares.append(share[learned])
+        equal.append(identical[learned])
         drift += float((here.entropy - there.entropy).abs().mean()) * size
         count += size
-    found = Rescored(count, same, drift / count)
-    if found.entropy_difference > CLOSE:
+    common, ids = torch.cat(shares), torch.cat(equal)
+    alike = float(common[ids].mean()) if bool(ids.any()) else 1.0
+    agreeing = float((common >= AGREE).float().mean()) if len(common) else 1.0
+    found = Rescored(count, same, drift / count, agreeing, alike)
+    wrong = _not_the_teachers(found)
+    if wrong:
         raise DataError(
-            f"{cache.folder}: {count - same} of {count} re-scored samples differ, by {found.entropy_difference:.3f} "
-            "nats of entropy on average: these rows are not this teacher's"
+            f"{cache.folder}: {count - same} of {count} re-scored samples differ, {wrong}: these rows are not this "
+            "teacher's; delete the folder and run `lowbit distill cache` again, or name its teacher with --teacher"
         )
     return found
+
+
+def in_common(here: Decoded, there: Decoded) -> tuple[Tensor, Tensor]:
+    """Of rows [B, T]: the part of the weights that lies on the same ids, and whether the ids are equal."""
+    one, other = (_by_id(rows) for rows in (here, there))
+    least = torch.zeros_like(here.entropy)
+    for ids, weights in zip(other.ids.unbind(2), other.weights.unbind(2), strict=True):
+        found = torch.where(one.ids == ids[:, :, None], one.weights, 0.0).sum(dim=2)
+        least += torch.minimum(found, weights)
+    most = torch.maximum(one.weights.sum(dim=2), other.weights.sum(dim=2))
+    share = torch.where(most > 0, least / most, 1.0)  # empty on both sides
+    return share, (one.ids == other.ids).all(dim=2)
+
+
+def _by_id(rows: Decoded) -> Decoded:
+    """Entries by rising id; those without weight first, with the id -1."""
+    ids = torch.where(rows.weights > 0, rows.ids, -1)
+    ids, order = ids.sort(dim=2)
+    return Decoded(ids, rows.weights.clamp(min=0).gather(2, order), rows.entropy)
+
+
+def _not_the_teachers(found: Rescored) -> str | None:
+    """What differs by more than another device explains, in words."""
+    if found.entropy_difference > CLOSE:
+        return f"by {found.entropy_difference:.3f} nats of entropy on average"
+    if found.agreeing < AGREE:
+        return f"and only {found.agreeing:.0%} of their rows have half of the weight on the same ids"
+    if found.alike < ALIKE:
+        return f"and where their ids are the same only {found.alike:.0%} of the weights are"
+    return None
+
+
+def _moved(data: DataConfig, old: Path, new: Path) -> DataConfig:
+    """The data's settings with a tokenizer that lay in the teacher's folder taken from where that is now."""
+    path = Path(data.tokenizer.path)
+    if not data.tokenizer.path or not path.is_relative_to(old):
+        return data
+    return replace(data, tokenizer=replace(data.tokenizer, path=str(new / path.relative_to(old))))
 
 
 def _settings(cache: Cache, data: DataConfig, teacher: TeacherConfig) -> DistillConfig:

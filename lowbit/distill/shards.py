@@ -34,7 +34,7 @@ from lowbit.configs.strict import build, fields_of
 from lowbit.data.batch import Batch
 from lowbit.data.storage import atomic_write
 from lowbit.data.verified import check_files, check_hash, check_size, write_stamps
-from lowbit.distill.codec import Layout
+from lowbit.distill.codec import Layout, decode
 from lowbit.distill.estimators import check_targets
 from lowbit.errors import ConfigError, DataError
 
@@ -44,6 +44,9 @@ MAGIC = b"LBKD0001"
 TOTALS = ("rows", "entropy", "named", "rest")
 """What a record sums over its positions that have targets: their number, entropy, named entries, rest."""
 _AGAIN = "delete the folder and run `lowbit distill cache` again, or give another cache.path"
+
+_LOOKED_AT = 32
+"""Samples that are decoded when a cache is opened."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,14 @@ def write_stamp(folder: Path, names: Sequence[str]) -> None:
 
 
 # Manifest -----------------------------------------------------------------------------------------------------
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file exists. Raises DataError where that cannot be seen."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -326,13 +337,29 @@ class Cache:
         words = torch.from_numpy(np.concatenate(pieces).view(np.int32))
         return Packed(words, torch.tensor(starts), np.array(sums, dtype=np.uint32))
 
+    def check_ids(self) -> None:
+        """Look at samples all over the cache before a GPU reads at their ids. Raises DataError for one outside of the
+        vocabulary."""
+        for sample in np.unique(np.linspace(0, self.samples - 1, _LOOKED_AT).astype(np.int64)):
+            stored = self.read(np.array([sample]))
+            self.require_ids([int(sample)], decode(self.layout, stored.words, stored.starts, self.length).ids)
+
+    def require_ids(self, samples: Sequence[int], ids: Tensor) -> None:
+        """Raises DataError when ids of samples [B, ...] lie outside of the vocabulary."""
+        wrong = (ids >= self.layout.vocab_size).flatten(1).any(dim=1).nonzero()
+        if len(wrong):
+            raise DataError(
+                f"{self.folder} is damaged: sample {samples[int(wrong[0])]} has an id outside of the vocabulary of "
+                f"{self.layout.vocab_size}; {_AGAIN}"
+            )
+
     def _open_shard(self, number: int) -> _Opened:
         shard = self.shards[number]
         path = self.folder / shard.file
         head = 16 + 8 * (shard.samples + 1) + 4 * shard.samples
         head += -head % 8
         try:
-            data = np.memmap(path, dtype=np.uint8, mode="r")
+            data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
         except OSError as error:
             raise _unreadable(path, error) from error
         except ValueError:  # an empty file
@@ -376,6 +403,7 @@ def open_cache(folder: Path, *, verify: bool = False, report: Callable[[str], No
         raise DataError(f"{folder / MANIFEST} was edited: its shards do not hold {cache.samples} samples; {_AGAIN}")
     files = {shard.file: (shard.bytes, shard.sha256) for shard in cache.shards}
     check_files(folder, files, _AGAIN, verify=verify, report=report)
+    cache.check_ids()
     return cache
 
 

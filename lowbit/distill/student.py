@@ -72,7 +72,7 @@ def renormalised(teacher: SparseTargets, lists: list[int]) -> SparseTargets:
     `lists`: entries of each teacher. Rows without targets stay as they are; rounding may leave a weight below zero.
     """
     parts = []
-    for weights in teacher.weights.clamp(min=0).split(lists, dim=1):
+    for weights in teacher.weights.clamp(min=0).split(lists, dim=1):  # type: ignore[no-untyped-call]
         total = weights.sum(dim=1, keepdim=True)
         parts.append(weights / torch.where(total > 0, total, 1.0))
     entropies = [-torch.xlogy(weights, weights).sum(dim=1) for weights in parts]

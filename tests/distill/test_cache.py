@@ -1,10 +1,13 @@
 """The cache: what it holds, killed and resumed, made by several, damaged, and of something else."""
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +357,66 @@ def test_a_shard_of_another_cache_is_not_verified(made: Path, maker: Make, tmp_p
         rescore(open_cache(made, verify=True), 16, 1, "cpu")
 
 
+def rewrite(folder: Path, change: Callable[[bytearray, int], None]) -> None:
+    """Change each shard behind its headers of positions (`change(bytes, where)`), and its hash in the manifest."""
+    cache = open_cache(folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for number, record in enumerate(manifest["shards"]):
+        index = cache._open_shard(number).index.astype(int)
+        path = folder / record["file"]
+        data = bytearray(path.read_bytes())
+        begin = len(data) - 4 * int(index[-1])
+        for first, end in pairwise(index):
+            for at in range(begin + 4 * first + (cache.layout.header_bits * cache.length + 7) // 8, begin + 4 * end):
+                change(data, at)
+        path.write_bytes(data)
+        record["sha256"] = hashlib.sha256(data).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("estimator", Estimator)
+@pytest.mark.parametrize("bit", [0, 2, 7])
+def test_other_targets_with_the_same_entropies_are_not_verified(
+    maker: Make, estimator: Estimator, bit: int, tmp_path: Path
+) -> None:
+    """Ids and weights, not only entropies, are compared: here the hash in the manifest is that of the changed shard."""
+    maker(tmp_path / "c", estimator=estimator).make()
+
+    def flip(data: bytearray, at: int) -> None:
+        data[at] ^= 1 << bit
+
+    rewrite(tmp_path / "c", flip)
+    with pytest.raises(DataError, match=r"16 of 16 re-scored samples differ, and .*: these rows are not .*--teacher"):
+        rescore(open_cache(tmp_path / "c", verify=True), 16, 1, "cpu")
+
+
+@pytest.mark.parametrize("estimator", Estimator)
+@pytest.mark.parametrize("noise", [1e-6, 2**-9])
+def test_another_device_verifies_a_cache(
+    maker: Make, estimator: Estimator, noise: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states that differ by FP32's rounding, or by BF16's: other bits, the same teacher."""
+    cache = maker(tmp_path / "c", estimator=estimator).make()
+    hidden, generator = Teacher.hidden, torch.Generator().manual_seed(1)
+
+    def elsewhere(teacher: Teacher, batch: Batch) -> torch.Tensor:
+        found = hidden(teacher, batch)
+        return found * (1 + noise * torch.randn(found.shape, generator=generator))
+
+    monkeypatch.setattr(Teacher, "hidden", elsewhere)
+    found = rescore(cache, 16, 1, "cpu")
+    assert found.agreeing > 0.9 and found.alike > 0.98, found
+    assert noise < 1e-3 or found.identical < 16
+
+
+@pytest.mark.parametrize("change", [{"targets": 7}, {"temperature": 2.0}, {"estimator": "gumbel"}])
+def test_an_edited_identity_is_not_verified_without_its_hash(made: Path, change: dict[str, object]) -> None:
+    """As in caches of earlier versions."""
+    edit(made, lambda m: (m["identity"].update(change), m.pop("identity_sha256")))
+    with pytest.raises(DataError, match=r"16 of 16 re-scored samples differ"):
+        rescore(open_cache(made), 16, 1, "cpu")
+
+
 def test_a_cache_is_verified_from_any_folder(
     distillation: DistillConfig, teacher: Teacher, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,3 +565,26 @@ def test_a_hugging_face_folder_teaches_like_the_run_it_was_made_from(
     for mine, other in zip(ours.rows(batch, 0), theirs.rows(batch, 0), strict=True):
         assert torch.equal(mine, other)
     assert imported.tokenizer_path == folder
+
+
+@pytest.mark.parametrize("kind", ["hf", "run"])
+def test_a_moved_teacher_is_verified(kind: str, distillation: DistillConfig, teacher_run: Path, tmp_path: Path) -> None:
+    """The data's tokenizer was in its folder, too; without --teacher the message says to give one."""
+    folder = tmp_path / "old"
+    if kind == "hf":
+        export(open_weights(teacher_run), folder, "fp32")
+    else:
+        shutil.copytree(teacher_run, folder)
+    tokenizer = TokenizerConfig(kind=TokenizerKind.file, path=str(folder if kind == "hf" else folder / "tokenizer"))
+    config = replace(
+        distillation,
+        data=replace(distillation.data, tokenizer=tokenizer),
+        teacher=replace(distillation.teacher, path=str(folder)),
+    )
+    opened = open_teacher(config.teacher, config.engine, torch.device("cpu"))
+    data = prepare_data(config.data, lambda _: None)
+    cache = CacheMaker(tmp_path / "c", config, 512, opened, data).make()
+    folder.rename(tmp_path / "new")
+    with pytest.raises(DataError, match=r"cannot open its teacher: .*old: .*name its folder with --teacher FOLDER"):
+        rescore(cache, 16, 1, "cpu")
+    assert rescore(cache, 16, 1, "cpu", str(tmp_path / "new")).identical == 16
