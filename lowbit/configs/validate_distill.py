@@ -25,12 +25,24 @@ RANGES = {
 
 def validate_distill(config: DistillConfig) -> None:
     """Raise ConfigError for the first setting that cannot work."""
+    _validate(config)
+    path = config.cache.path  # a cache that is there says itself what its targets are
+    exact = config.cache.estimator is Estimator.topk or (path and _is_folder(config, "cache.path", path))
+    if config.loss.divergence is not Divergence.forward_kl and not exact:
+        keys = ("loss.divergence", "cache.estimator")
+        why = "sampled targets would bias it"
+        works = "loss.divergence=forward_kl or cache.estimator=topk would work"
+        raise refuse(config, *keys, why=why, works=works)
+
+
+def _validate(config: DistillConfig) -> None:
+    """All but what the cache decides."""
     validate(student_config(config))
     check_ranges(config, RANGES)
     if config.cache.tokens is None:
         student_tokens(config)
     path = config.teacher.path
-    if path and not Path(path).expanduser().is_dir():
+    if path and not _is_folder(config, "teacher.path", path):
         why = f"no such folder{nearest_path(path)}"
         raise refuse(config, "teacher.path", why=why, works="for example teacher.path=runs/pretrain")
     if not config.teacher.path:
@@ -38,12 +50,6 @@ def validate_distill(config: DistillConfig) -> None:
             validate(teacher_config(config))
         except ConfigError as error:
             raise ConfigError(f"teacher: {error}") from None
-    exact = config.cache.estimator is Estimator.topk
-    if config.loss.divergence is not Divergence.forward_kl and not exact:
-        keys = ("loss.divergence", "cache.estimator")
-        why = "sampled targets would bias it"
-        works = "loss.divergence=forward_kl or cache.estimator=topk would work"
-        raise refuse(config, *keys, why=why, works=works)
 
 
 def validate_cache(config: DistillConfig) -> None:
@@ -57,13 +63,22 @@ def validate_cache(config: DistillConfig) -> None:
 
 def validate_train(config: DistillConfig) -> None:
     """The same for `lowbit distill train`, which needs a cache and no teacher."""
-    validate_distill(replace(config, teacher=replace(config.teacher, path=config.teacher.path or ".")))
+    _validate(replace(config, teacher=replace(config.teacher, path=config.teacher.path or ".")))
     folders = [config.cache.path, *config.cache.more]
     for folder in folders if config.cache.path else folders[1:]:
-        if not Path(folder).expanduser().is_dir():
-            key = "cache.path" if folder == config.cache.path else "cache.more"
+        key = "cache.path" if folder == config.cache.path else "cache.more"
+        if not _is_folder(config, key, folder):
             why = f"no such folder{nearest_path(folder)}"
             raise refuse(config, key, why=why, works="make it with `lowbit distill cache`")
+
+
+def _is_folder(config: DistillConfig, key: str, path: str) -> bool:
+    """Whether there is one. Raises ConfigError where that cannot be seen."""
+    try:
+        return Path(path).expanduser().is_dir()
+    except OSError as error:
+        why = f"{path} cannot be read: {error.strerror or error}"
+        raise refuse(config, key, why=why, works="make it readable, or give another") from None
 
 
 def student_config(config: DistillConfig) -> RunConfig:

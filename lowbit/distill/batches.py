@@ -8,7 +8,7 @@ of the text: rows can never meet other words than those the teacher read.
 The bits travel to the device as they are stored (40 bytes a position) and are unpacked there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +36,10 @@ class StoredRows:
     """int32 [W]."""
     starts: Tensor
     """int64 [B]: first word of each sample."""
+    cache: Cache | None = None
+    """Where they were read, and"""
+    samples: tuple[int, ...] = ()
+    """which samples of it they are, for errors."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,10 @@ class DistilledBatch(Batch):
         """The same on another device, unpacked."""
         plain = super().to(device, non_blocking)
         rows = tuple(
-            StoredRows(
-                r.layout,
-                r.words.to(device, non_blocking=non_blocking),
-                r.starts.to(device, non_blocking=non_blocking),
+            replace(
+                r,
+                words=r.words.to(device, non_blocking=non_blocking),
+                starts=r.starts.to(device, non_blocking=non_blocking),
             )
             for r in self.rows
         )
@@ -61,7 +65,7 @@ class DistilledBatch(Batch):
 
     def head(self, count: int) -> "DistilledBatch":
         """The first `count` sequences, with their targets."""
-        rows = tuple(StoredRows(r.layout, r.words, r.starts[:count]) for r in self.rows)
+        rows = tuple(replace(r, starts=r.starts[:count]) for r in self.rows)
         teacher = self.teacher
         if teacher is not None:
             tokens = self.tokens[:count].numel()
@@ -70,7 +74,7 @@ class DistilledBatch(Batch):
 
     def pin(self) -> "DistilledBatch":
         """The same in page-locked memory."""
-        rows = tuple(StoredRows(r.layout, r.words.pin_memory(), r.starts.pin_memory()) for r in self.rows)
+        rows = tuple(replace(r, words=r.words.pin_memory(), starts=r.starts.pin_memory()) for r in self.rows)
         return DistilledBatch(**vars(super().pin()), rows=rows)
 
 
@@ -78,8 +82,13 @@ def unpack(rows: tuple[StoredRows, ...], length: int) -> SparseTargets:
     """Targets [B * T, K] of the average of M teachers: their lists one after the other, the weights over M.
 
     The average of their entropies makes the reported divergence the average of the divergences from each.
+
+    Raises: DataError on the CPU, for an id outside of the vocabulary.
     """
     found = [reader(r.layout, r.words.device)(r.words, r.starts, length) for r in rows]
+    for r, d in zip(rows, found, strict=True):
+        if r.cache is not None and d.ids.device.type == "cpu":  # a GPU would have to be waited for
+            r.cache.require_ids(r.samples, d.ids)
     share = 1.0 / len(found)
     return SparseTargets(
         torch.cat([d.ids.flatten(0, 1) for d in found], dim=1),
@@ -122,5 +131,5 @@ class CachedLoader(Loader):
         for cache in self._caches:
             packed = cache.read(cached)
             require_text(cache, cached, packed, batch)
-            rows.append(StoredRows(cache.layout, packed.words, packed.starts))
+            rows.append(StoredRows(cache.layout, packed.words, packed.starts, cache, tuple(cached.tolist())))
         return DistilledBatch(**vars(batch), rows=tuple(rows))

@@ -43,6 +43,7 @@ from lowbit.distill.shards import (
     Cache,
     Shard,
     identity_sha256,
+    is_there,
     layout_of,
     naming_the_cache,
     open_cache,
@@ -70,7 +71,8 @@ class CacheMaker:
     """One process's part in making a cache."""
 
     def __init__(self, folder: Path, settings: DistillConfig, tokens: int, teacher: Teacher, dataset: Dataset) -> None:
-        """`tokens`: positions wanted, rounded up to whole micro-batches.
+        """`tokens`: positions wanted, rounded up to whole micro-batches. Where `cache.tokens` is null, a complete cache
+        of another length is as good.
 
         Raises: ConfigError, DataError when teacher, data and settings do not fit each other.
         """
@@ -79,6 +81,7 @@ class CacheMaker:
         source = replace(settings.teacher, path=str(Path(settings.teacher.path).expanduser().absolute()))
         self._made_with = {"data": plain(with_absolute_paths(settings).data), "teacher": plain(source)}
         vocab_size, length = dataset.tokenizer.vocab_size, dataset.sequence_length
+        teacher.require_length(length)
         teacher.require_tokenizer(dataset.tokenizer.digest, vocab_size)
         check_targets(config.estimator, config.targets, vocab_size)
         batch = config.micro_batch
@@ -134,11 +137,14 @@ class CacheMaker:
     def _begin(self) -> bool:
         """Write what the cache will be, or check that it is what is there; True when it is complete already."""
         with naming_the_cache(), folder_lock(self.folder, logger.info):
-            if (self.folder / MANIFEST).is_file():
+            if is_there(self.folder / MANIFEST):
                 manifest = read_manifest(self.folder)
+                complete = manifest["shards"] is not None
+                if complete and self.config.tokens is None:  # a longer training goes over it again
+                    self.samples = self.identity["samples"] = int(manifest["identity"]["samples"])
                 what = "holds another cache than configured (give another cache.path, or delete it)"
                 require_same(self.folder, manifest["identity"], self.identity, what)
-                return manifest["shards"] is not None
+                return complete
             if any(self.folder.glob("[!.]*")):
                 raise DataError(f"{self.folder} holds something that is no teacher's cache: give another cache.path")
             versions = {"lowbit": lowbit.__version__, "torch": torch.__version__, "python": platform.python_version()}

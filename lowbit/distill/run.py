@@ -1,6 +1,7 @@
 """What the commands of `lowbit distill` do: teacher -> cache -> student, each alone or all in one run.
 
 run folder           the student's run, as `lowbit pretrain` leaves it, and distill.yaml, everything that was set
+                     and, in place of what was set of it, what the cache is
 run folder/teacher   the teacher's run, where `teacher.path` names none
 run folder/cache     the cache, where `cache.path` names none
 """
@@ -17,7 +18,7 @@ from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.validate_distill import student_config, student_tokens, teacher_config
 from lowbit.data.dataset import prepare_data
 from lowbit.distill.making import CacheMaker
-from lowbit.distill.shards import Cache
+from lowbit.distill.shards import MANIFEST, Cache, is_there, read_manifest
 from lowbit.distill.student import Distillation, describe
 from lowbit.distill.teacher import open_teacher
 from lowbit.errors import ConfigError, Interrupted
@@ -47,6 +48,7 @@ def cache(config: DistillConfig, run_dir: Path, device: torch.device | None = No
     folder = cache_folder(config, run_dir)
     with explain_out_of_memory(lambda: _out_of_memory(config)):
         teacher = open_teacher(config.teacher, config.engine, device)
+        teacher.require_length(config.data.sequence_length)  # before anything is written
         data = prepare_data(config.data, logger.info)
         maker = CacheMaker(folder, config, config.cache.tokens or student_tokens(config), teacher, data)
         logger.info("teacher %s: %s", config.teacher.path, teacher.summary())
@@ -83,10 +85,23 @@ def with_teacher(config: DistillConfig, run_dir: Path, ranks: Ranks, device: tor
     if config.teacher.path:
         return config
     folder, run = run_dir / "teacher", teacher_config(config)
-    if ranks.share(_steps_done(folder) < config.teacher.max_steps if ranks.first else None):
+    done = ranks.share(_steps_done(folder) if ranks.first else 0)
+    if done < config.teacher.max_steps:
+        ranks.first_does(lambda: _require_no_cache(config, cache_folder(config, run_dir), done))
         logger.info("teacher: none is named, so one is trained first (%d steps)", config.teacher.max_steps)
         pretrain_on(run, folder, ranks, device).before_more()
     return replace(config, teacher=replace(config.teacher, path=str(folder)))
+
+
+def _require_no_cache(config: DistillConfig, folder: Path, done: int) -> None:
+    """Raises ConfigError where a teacher would be trained further than the cache that it made already."""
+    if is_there(folder / MANIFEST):
+        step = read_manifest(folder)["identity"]["teacher"]["step"]
+        onward = f"go on with teacher.max_steps={done}, or " if done else ""
+        raise ConfigError(
+            f"teacher.max_steps={config.teacher.max_steps}: the teacher is at step {done}, and {shown_path(folder)} "
+            f"holds the cache that a teacher made at step {step}: {onward}give another run_name or cache.path"
+        )
 
 
 def _train(config: DistillConfig, run_dir: Path, ranks: Ranks, device: torch.device) -> RunResult:

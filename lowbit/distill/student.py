@@ -9,14 +9,15 @@ unbiased estimate of KL(teacher || student), never clamped: near the optimum sin
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowbit.configs.schema_distill import DistillConfig, DistillLossConfig, Divergence, Estimator
+from lowbit.configs.schema_distill import CacheConfig, DistillConfig, DistillLossConfig, Divergence, Estimator
 from lowbit.configs.stored import save_config
+from lowbit.configs.strict import show
 from lowbit.configs.validate_distill import student_config
 from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset
@@ -106,8 +107,39 @@ def open_caches(config: DistillConfig, folder: Path, data: Dataset, report: bool
             {key: first.identity[key] for key in shared},
             f"holds other samples than {first.folder}, so they cannot be averaged",
         )
+        cache.check_ids()
     check_loss(config.loss, caches)
+    if report and (found := ignored(config, first)):
+        logger.warning("%s has its own settings, so these are ignored: %s", shown_path(first.folder), found)
     return caches
+
+
+def ignored(config: DistillConfig, cache: Cache) -> str:
+    """Settings of `cache` that were given (they are not the defaults) and are not those of the cache that is there."""
+    given, plain, there = config.cache, CacheConfig(), settings_of(cache)
+    found = []
+    for key in ("estimator", "targets", "seed"):
+        value = getattr(given, key)
+        if value not in (there[key], getattr(plain, key)):
+            found.append(f"cache.{key}={show(value)} (there: {show(there[key])})")
+    batch = there["micro_batch"] * cache.length
+    if given.tokens is not None and -(-given.tokens // batch) * batch != there["tokens"]:
+        found.append(f"cache.tokens={given.tokens} (there: {there['tokens']})")
+    return ", ".join(found)
+
+
+def settings_of(cache: Cache) -> dict[str, Any]:
+    """Those of `CacheConfig` that say what a cache holds."""
+    identity, layout = cache.identity, cache.layout
+    return {
+        "estimator": layout.estimator,
+        "targets": layout.targets,
+        "temperature": float(identity["temperature"]),
+        "tokens": cache.samples * cache.length,
+        "seed": int(identity["seed"]),
+        "micro_batch": int(identity["micro_batch"]),
+        "shard_tokens": int(identity["shard_samples"]) * cache.length,
+    }
 
 
 def check_loss(loss: DistillLossConfig, caches: Sequence[Cache]) -> None:
@@ -186,7 +218,8 @@ class Distillation(Pretraining):
         return super()._resume(snapshot)
 
     def _fill_folder(self, position: Position) -> MetricsLog:
-        save_config(self.distill, self.run_dir / "distill.yaml")
+        held = replace(self.distill.cache, **settings_of(self.caches[0]))  # whatever was given beside it
+        save_config(replace(self.distill, cache=held), self.run_dir / "distill.yaml")
         return super()._fill_folder(position)
 
 

@@ -59,6 +59,15 @@ class Teacher:
         where = device_name(self.model.head_weight.device)
         return f"{size:.1f} million parameters, {self.description['compute']} on {where}"
 
+    def require_length(self, length: int) -> None:
+        """Raises ConfigError for sequences that are longer than the teacher takes."""
+        longest = self.model.config.max_sequence
+        if length > longest:
+            raise ConfigError(
+                f"data.sequence_length={length}: the teacher {self.source} takes {longest} tokens at most (its "
+                f"model.max_sequence); data.sequence_length={longest} would work"
+            )
+
     def require_tokenizer(self, digest: str, vocab_size: int) -> None:
         """Raises DataError when the data were tokenized otherwise than the teacher's, naming the remedy."""
         if digest != self.tokenizer:
@@ -78,7 +87,11 @@ def open_teacher(config: TeacherConfig, engine: EngineConfig, device: torch.devi
     Raises: ConfigError when there is none at the path, CheckpointError when its checkpoint cannot be read.
     """
     path = Path(config.path).expanduser()
-    if not ((path / CONFIG).is_file() or is_hf_folder(path)):
+    try:
+        there = (path / CONFIG).is_file() or is_hf_folder(path)
+    except OSError as error:
+        raise ConfigError(f"teacher.path={config.path}: cannot be read: {error.strerror or error}") from None
+    if not there:
         what = "it is neither the folder of a run nor of a Hugging Face model" if path.is_dir() else "no such folder"
         raise ConfigError(f"teacher.path={config.path}: {what}; give one, for example runs/pretrain")
     try:

@@ -1,6 +1,7 @@
 """The student: rows meet their words, the objective is what it says, and a run resumes, refuses and learns."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,17 +16,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.configs.schema import PrecisionConfig, SourceConfig, SourceKind
-from lowbit.configs.schema_distill import DistillConfig, DistillLossConfig, Divergence, Estimator
+from lowbit.configs.schema_distill import CacheConfig, DistillConfig, DistillLossConfig, Divergence, Estimator
 from lowbit.configs.schema_precision import StatisticsConfig
+from lowbit.configs.stored import load_config
+from lowbit.configs.validate_distill import validate_cache, validate_distill, validate_train
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import Cursor, SampleOrder
 from lowbit.distill import run as distill
 from lowbit.distill.batches import CachedLoader, DistilledBatch, StoredRows
 from lowbit.distill.codec import decode
 from lowbit.distill.making import CacheMaker
-from lowbit.distill.shards import Cache, token_checksums
+from lowbit.distill.shards import Cache, is_there, token_checksums
 from lowbit.distill.student import Distilled, renormalised
-from lowbit.distill.teacher import Teacher
+from lowbit.distill.teacher import Teacher, open_teacher
 from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.models.sparse_head import DistillTerms, SparseTargets
 from lowbit.models.transformer import Transformer
@@ -320,6 +323,152 @@ def test_bucketed_divergences_train(
     config = replace(distillation, loss=DistillLossConfig(divergence, 0.8))
     log = tiny_runs.rows(distill.train(config, tmp_path / "student").run_dir)
     assert log[-1]["kl"] < log[0]["kl"] and all(r["kl"] >= 0 for r in log)
+
+
+def test_an_id_outside_of_the_vocabulary_names_cache_and_sample(
+    cache: Cache, distillation: DistillConfig, dataset: Dataset, tmp_path: Path
+) -> None:
+    """Bits that were damaged unnoticed (the file's time is the same): before training where a sample looked at has it,
+    else when a batch is unpacked."""
+    path = cache.folder / "shard-00002.targets"
+    stat, data = path.stat(), bytearray(path.read_bytes())
+    begin = len(data) - 4 * int(cache._open_shard(2).index[-1])
+    data[begin + 32 * cache.layout.header_bits // 8 :] = b"\xff" * (len(data) - begin - 4 * cache.layout.header_bits)
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    message = r"cache is damaged: sample (8|9|10|11) has an id outside of the vocabulary of 257; delete the folder"
+    with pytest.raises(DataError, match=message):
+        distill.train(distillation, tmp_path / "student")
+    source = loader(dataset, [cache])
+    with pytest.raises(DataError, match=message):
+        for _ in range(4):
+            for batch in source.next_step():
+                batch.to("cpu")
+
+
+def test_a_longer_training_goes_over_a_finished_cache_again(distillation: DistillConfig, tmp_path: Path) -> None:
+    """With cache.tokens=null, whatever else is changed of the student; a shorter one takes a part of it."""
+    config = replace(distillation, cache=replace(distillation.cache, path="", tokens=None))
+    distill.everything(config, tmp_path / "run")
+    made = (tmp_path / "run" / "cache" / "manifest.json").read_bytes()
+    longer = distill.everything(replace(config, max_steps=9), tmp_path / "run")
+    assert longer.step == 9 and tiny_runs.rows(longer.run_dir)[-1]["epoch/cache"] == 1.5
+    assert (tmp_path / "run" / "cache" / "manifest.json").read_bytes() == made
+    other = replace(config, max_steps=2, cache=replace(config.cache, path=str(tmp_path / "run" / "cache")))
+    assert distill.everything(other, tmp_path / "shorter").step == 2
+    for change, message in (({"tokens": 2048}, "samples: 48 there, 64 here"), ({"targets": 9}, "targets: 8 there")):
+        with pytest.raises(DataError, match=f"holds another cache than configured .*{message}"):
+            distill.cache(replace(other, cache=replace(other.cache, **change)), tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_teacher_is_not_trained_further_than_its_cache(distillation: DistillConfig, tmp_path: Path) -> None:
+    config = replace(
+        distillation,
+        teacher=replace(distillation.teacher, path="", model=distillation.model, max_steps=4),
+        cache=replace(distillation.cache, path="", tokens=None),
+    )
+    distill.everything(config, tmp_path / "all")
+    further = replace(config, teacher=replace(config.teacher, max_steps=6))
+    message = (
+        r"teacher.max_steps=6: the teacher is at step 4, and .*cache holds the cache that a teacher made at step 4: "
+    )
+    with pytest.raises(ConfigError, match=message + r"go on with teacher.max_steps=4, or give another run_name"):
+        distill.everything(further, tmp_path / "all")
+    assert distill.everything(replace(config, max_steps=7), tmp_path / "all").step == 7, "the run is as good as before"
+
+
+def test_a_sequence_longer_than_the_teacher_takes_is_refused_before_anything_is_written(
+    distillation: DistillConfig, maker: Make, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    model = replace(distillation.model, max_sequence=4096)
+    data = replace(distillation.data, sequence_length=65, cache_dir=str(tmp_path / "data"))
+    long = replace(distillation, model=model, data=data)
+    message = r"data.sequence_length=65: the teacher .* takes 64 tokens at most .*data.sequence_length=64 would work"
+    with pytest.raises(ConfigError, match=message):
+        distill.cache(long, tmp_path / "run", torch.device("cpu"))
+    teacher = maker(tmp_path / "unused").teacher
+    with pytest.raises(ConfigError, match=message):
+        teacher.require_length(65)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("divergence", [Divergence.reverse_kl, Divergence.jsd])
+def test_the_cache_itself_says_what_its_targets_are(
+    divergence: Divergence, maker: Make, distillation: DistillConfig, tmp_path: Path
+) -> None:
+    """loss.divergence is judged by it, not by cache.estimator, whose default is another."""
+    config = replace(distillation, loss=DistillLossConfig(divergence))
+    missing = replace(config, cache=replace(config.cache, path=str(tmp_path / "nothing")))
+    with pytest.raises(ConfigError, match="sampled targets would bias it"):
+        validate_distill(missing)
+    maker(Path(config.cache.path), estimator=Estimator.topk).make()
+    for check in (validate_train, validate_distill):
+        check(config)
+    maker(tmp_path / "more", estimator=Estimator.topk, targets=5).make()
+    two = replace(config, cache=replace(config.cache, more=[str(tmp_path / "more")]))
+    validate_train(two)
+    with pytest.raises(
+        ConfigError, match=r"of one cache .*, here are 2, and it is not linear .*leave cache.more empty"
+    ):
+        distill.train(two, tmp_path / "student")
+    maker(tmp_path / "sampled").make()
+    sampled = replace(config, cache=replace(config.cache, path=str(tmp_path / "sampled")))
+    with pytest.raises(ConfigError, match=r"cache.estimator=topk, here varopt; sampled targets would bias it"):
+        distill.train(sampled, tmp_path / "student")
+
+
+def test_settings_beside_a_finished_cache_are_named_and_its_own_kept(
+    cache: Cache, distillation: DistillConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = replace(distillation.cache, estimator=Estimator.gumbel, targets=9, seed=5, tokens=2048)
+    run = distill.train(replace(distillation, max_steps=1, cache=odd), tmp_path / "odd").run_dir
+    [line] = [r.getMessage() for r in caplog.records if "are ignored" in r.getMessage()]
+    assert line.endswith(
+        "has its own settings, so these are ignored: cache.estimator=gumbel (there: varopt), cache.targets=9 (there: "
+        "8), cache.seed=5 (there: 1), cache.tokens=2048 (there: 512)"
+    )
+    assert load_config(run / "distill.yaml", DistillConfig).cache == distillation.cache
+    caplog.clear()
+    for name, settings in (("same", distillation.cache), ("none", CacheConfig(path=distillation.cache.path))):
+        run = distill.train(replace(distillation, max_steps=1, cache=settings), tmp_path / name).run_dir
+        assert load_config(run / "distill.yaml", DistillConfig).cache == distillation.cache
+    assert "are ignored" not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["teacher.path", "cache.path", "cache.more"])
+def test_folders_that_may_not_be_looked_at_are_one_line(
+    key: str, distillation: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").mkdir()
+    secret, is_dir, is_file = tmp_path / "secret", Path.is_dir, Path.is_file
+
+    def looked(real: Callable[[Path], bool]) -> Callable[[Path], bool]:
+        def look(path: Path) -> bool:
+            if path.is_relative_to(secret):
+                raise PermissionError(13, "Permission denied")
+            return real(path)
+
+        return look
+
+    monkeypatch.setattr(Path, "is_dir", looked(is_dir))
+    monkeypatch.setattr(Path, "is_file", looked(is_file))
+    if key == "teacher.path":
+        config = replace(distillation, teacher=replace(distillation.teacher, path=str(secret / "x")))
+        with pytest.raises(ConfigError, match=r"teacher.path=.*secret/x: cannot be read: Permission denied"):
+            open_teacher(config.teacher, config.engine, torch.device("cpu"))
+        check = validate_cache
+    else:
+        path = str(secret / "x")
+        given = {"path": path} if key == "cache.path" else {"more": [path]}
+        config = replace(distillation, cache=replace(distillation.cache, **given))  # type: ignore[arg-type]
+        check = validate_train
+    with pytest.raises(
+        ConfigError, match=rf"{key}=.*secret/x.*: .*cannot be read: Permission denied; make it readable"
+    ):
+        check(config)
+    with pytest.raises(DataError, match=r"cannot read .*secret/x/manifest.json: Permission denied; make it readable"):
+        is_there(secret / "x" / "manifest.json")
 
 
 def test_everything_trains_a_teacher_caches_and_trains(distillation: DistillConfig, tmp_path: Path) -> None:
