@@ -127,7 +127,7 @@ def open_ranks(config: RunConfig) -> Iterator[tuple[Ranks, torch.device]]:
         yield ranks, device
     except BaseException as error:
         reason = watch.explain(error)
-        if reason is error and place.rank == 0 and not place.hosted:
+        if place.rank == 0 and not place.hosted:
             watch.linger()
         raise reason from error
     else:

@@ -195,7 +195,7 @@ class Watch:
                 self._post()
                 self._look()
             except (RuntimeError, dist.DistError):  # the store is gone, and with it the process that ran it
-                self._blame("the job's store is gone: rank 0's process or machine has died")
+                self._blame_the_dead()
             if self.failure is not None:
                 break
         if self.failure is None:
@@ -289,6 +289,13 @@ class Watch:
         )
         which = "no rank moves" if len(late) == len(everyone) else "it hangs and the others wait"
         self._blame(f"{names}: {which}, for {seconds:g} s now (engine.rank_timeout_seconds={self._patience:g})")
+
+    def _blame_the_dead(self) -> None:
+        """Name whom rank 0, which ran the store, has ended for, if that process was of this machine; else rank 0."""
+        for rank, seen in self._seen.items():
+            if rank not in (0, self._rank) and not seen.beat.finished and self._gone(seen.beat):
+                self._blame(f"rank {rank} ({seen.beat.process}) died while it was at {seen.beat.doing}")
+        self._blame("the job's store is gone: rank 0's process or machine has died")
 
     def _blame(self, failure: str) -> None:
         self.failure = self.failure or failure

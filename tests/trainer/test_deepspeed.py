@@ -1,6 +1,8 @@
 """What one process can say of several: variables, devices, versions, worlds, and the verdicts of the watch."""
 
 import re
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -176,6 +178,25 @@ def test_who_runs_the_store_stays_until_others_know() -> None:
     begun = time.monotonic()
     first.linger()
     assert time.monotonic() - begun < 0.5
+
+
+def test_who_died_first_is_named_when_the_store_is_gone_too() -> None:
+    """Rank 0 ends for a rank that has died, and takes the store along before another has looked."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for who, expected in (
+        (1, r"^rank 1 \(process \d+ on .*\) died while it was at step 3$"),
+        (0, "the job's store is gone"),
+    ):
+        store = HashStore()
+        three = [Watch(store, rank, 3, 60) for rank in range(3)]
+        for w in three:
+            w.move("step 3", False)
+            w._post()
+        three[2]._look()
+        three[2]._seen[who].beat.pid = dead.pid
+        three[2]._blame_the_dead()
+        assert re.search(expected, str(three[2].failure)), three[2].failure
 
 
 def _fail() -> None:
