@@ -27,7 +27,7 @@ from lowbit.distill.batches import CachedLoader, DistilledBatch, StoredRows
 from lowbit.distill.codec import decode
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import Cache, is_there, token_checksums
-from lowbit.distill.student import Distilled, renormalised
+from lowbit.distill.student import Distilled, open_caches, renormalised
 from lowbit.distill.teacher import Teacher, open_teacher
 from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.models.sparse_head import DistillTerms, SparseTargets
@@ -337,6 +337,8 @@ def test_an_id_outside_of_the_vocabulary_names_cache_and_sample(
     path.write_bytes(data)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     message = r"cache is damaged: sample (8|9|10|11) has an id outside of the vocabulary of 257; delete the folder"
+    with pytest.raises(DataError, match=message):
+        open_caches(distillation, cache.folder, dataset)
     with pytest.raises(DataError, match=message):
         distill.train(distillation, tmp_path / "student")
     source = loader(dataset, [cache])
