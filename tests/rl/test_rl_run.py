@@ -25,6 +25,8 @@ from lowbit.trainer.distributed import ALONE
 from lowbit.trainer.jsonl import read_rows
 
 EASY = {"reward__function": "lowbit_test_rewards:by_length", "reward__failure_limit": 0.5}
+NO_SAMPLER = SimpleNamespace(sampler=SimpleNamespace(version=0, update=lambda weights, version: None))
+"""A collector whose sampler takes any weights and draws nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -238,12 +240,7 @@ def test_a_sampler_that_never_answers_is_named() -> None:
         ranks = ALONE
         doing = "waiting for the rewards of 4 prompts from 0 on, 4 conversations each"
 
-        class collector:
-            class sampler:
-                version = 0
-
-                @staticmethod
-                def update(weights: Any, version: int) -> None: ...
+        collector = NO_SAMPLER
 
         def draw(self, position: Any, version: int) -> Rollout:
             time.sleep(1.0)
@@ -267,12 +264,7 @@ def test_steps_are_recorded_only_while_the_trainer_waits() -> None:
         ranks = ALONE
         doing = "recording"
 
-        class collector:
-            class sampler:
-                version = 0
-
-                @staticmethod
-                def update(weights: Any, version: int) -> None: ...
+        collector = NO_SAMPLER
 
         def draw(self, position: Any, version: int) -> Rollout:
             position.index += 1
@@ -320,7 +312,7 @@ def test_a_recording_that_never_ends_is_told() -> None:
 
     class Drawn:
         ranks, config, doing = ALONE, None, "recording"
-        collector = SimpleNamespace(sampler=SimpleNamespace(version=0, update=lambda weights, version: None))
+        collector = NO_SAMPLER
 
         def draw(self, position: Any, version: int) -> Rollout:
             position.index += 1
@@ -341,18 +333,8 @@ def test_a_recording_that_never_ends_is_told() -> None:
 def test_what_a_thread_raises_is_raised_here() -> None:
     class Broken(Drawing):
         def __init__(self) -> None:
-            class sampler:
-                version = 0
-
-                @staticmethod
-                def update(weights: Any, version: int) -> None: ...
-
-            class collector_:
-                pass
-
             self.ranks = ALONE
-            self.collector = collector_  # type: ignore[assignment]
-            collector_.sampler = sampler  # type: ignore[attr-defined]
+            self.collector = NO_SAMPLER  # type: ignore[assignment]
             self.doing = ""
 
         def draw(self, position: Any, version: int) -> Rollout:
