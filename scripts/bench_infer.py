@@ -308,13 +308,13 @@ def cuts(args: argparse.Namespace, model: Transformer) -> list[Row]:
         for rows in args.rows:
             x = torch.randn(rows, width, device=device).to(torch.bfloat16)
             usual, here = shape_of(rows, tiles, steps), []
-            for each, groups, warps in itertools.product((1, 2, 4), (1, 2, 4), (4, 8, 16)):
-                cut = Shape(each, groups, usual.x_tiles, warps)
-                if cut.stages < 2 or each * usual.x_tiles > 2 * X_TILE:  # no room in shared memory, or in registers
+            for each, groups, warps, ahead in itertools.product((1, 2, 4), (1, 2, 4), (4, 8, 16), (2, 3, 4)):
+                cut = Shape(each, groups, usual.x_tiles, warps, ahead)
+                if cut.stages < ahead or each * usual.x_tiles > 2 * X_TILE:  # no room in shared memory, or in registers
                     continue
                 calls = [partial(packed_product, x, *held, after, shape=cut) for held in packed]
                 seconds = _seconds(calls, device) / len(packed)
-                shown = f"{each} tiles, {groups} groups, {warps} warps"
+                shown = f"{each} tiles, {groups} groups, {warps} warps, {ahead} ahead"
                 here.append({"product": name, "rows": rows, "cut": shown, "us": 1e6 * seconds, "usual": cut == usual})
             found += sorted(here, key=lambda row: row["us"])
         print_table(found[-3:])

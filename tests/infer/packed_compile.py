@@ -34,7 +34,7 @@ def show(bits: int, scaled: bool, shape: packed.Shape) -> None:
     ]
     products = [line for line in made["ttgir"].splitlines() if "mma.sync" in line]
     right = bool(products) and all(re.findall(r"#\w+(?=>)", line)[-1] in wanted for line in products)
-    print(bits, scaled, *shape, right, *usage(made["cubin"]))
+    print(bits, scaled, *shape[:4], right, *usage(made["cubin"]))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ class Shape(NamedTuple):
     """Tiles of rows of x."""
     warps: int
     """Of a program; those of a group share its steps."""
+    ahead: int = 4
+    """Places of the ring, if there is room: turns whose codes and scales are there or on their way."""
 
     @property
     def turn_bytes(self) -> int:
@@ -67,8 +69,8 @@ class Shape(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Turns that have places in the ring."""
-        return min(4, RING_BYTES // self.turn_bytes)
+        """Places of the ring."""
+        return min(self.ahead, RING_BYTES // self.turn_bytes)
 
 
 def shape_of(rows: int, tiles: int, steps: int) -> Shape:

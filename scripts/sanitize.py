@@ -1,0 +1,77 @@
+"""Every kernel of ours once under NVIDIA's compute-sanitizer, through the tests that compare it with its reference.
+
+    python scripts/sanitize.py [--tools memcheck racecheck ...] [--only NAME ...] [--jobs N] [--seconds S]
+
+Needs a GPU, CUDA's `compute-sanitizer` and the packages of the tests. Tensors are allocated one by one, for within
+a block of PyTorch's allocator the next tensor's memory can be written unseen. A line a subject and tool: what the
+tests said, and the sanitizer; the last exit status is 1 where it found an error, or a subject did not come to an end.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SUBJECTS = {
+    "quantisers": ("tests/quant/test_triton_blocks.py", "gives_the_references_bits and (MXFP8 or NVFP4_POW2_EDEN)"),
+    "quantisers-2": ("tests/quant/test_triton_blocks.py", "gives_the_references_bits and (NVFP4_2D or INT8_ROW)"),
+    "signs": ("tests/quant/test_triton_blocks.py", "signs or nan_and_infinity"),
+    "fp8-codes": ("tests/quant/backends/test_backends_gpu.py", "codes_are_the_references and not compiled"),
+    "squinch": ("tests/comm/test_codecs.py", "kernels and squinch"),
+    "head-norm-rope": ("tests/models/test_kernels_gpu.py", "head_norm_rope and strided"),
+    "add-norm": ("tests/models/test_kernels_gpu.py", "add_norm"),
+    "packed": ("tests/infer/test_packed.py", "the_kernel_on_a_gpu"),
+    "attention": ("tests/infer/test_attention_kernels.py", "on_a_gpu and bfloat16"),
+    "fused": ("tests/infer/test_fused.py", "the_parts_on_a_gpu"),
+    "draw": ("tests/infer/test_sampling.py", "the_kernels_on_a_gpu"),
+    "distill": ("tests/distill/test_kernels.py", "on_a_gpu and not large"),
+}
+"""Of each subject: a file of tests, and which of them (pytest's -k)."""
+
+
+def sanitized(name: str, tool: str, seconds: float) -> tuple[str, bool]:
+    """A line about a subject under a tool, and whether all is well."""
+    file, which = SUBJECTS[name]
+    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-n", "0", "-p", "no:cacheprovider", file, "-k", which]
+    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", *tests]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    shown = f"{name:<16} {tool:<10}"
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"{shown} not at its end after {seconds:.0f} s", False
+    tested = re.findall(r"^.*\b(?:passed|failed|error)\b.* in .*$", done.stdout, re.M)
+    found = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", done.stdout + done.stderr, re.M)
+    first = re.findall(r"^=+ ((?:Invalid|Error|Warning|Race|Uninit|Program hit|Barrier).*)$", done.stdout, re.M)[:1]
+    words = [*(tested or ["no tests"]), *(found or ["no summary"]), *first]
+    well = done.returncode == 0 and bool(tested and found) and bool(re.search(r"SUMMARY: 0 ", found[-1]))
+    if not well and not found:
+        words.append((done.stdout + done.stderr).strip()[-300:])
+    return f"{shown} {'; '.join(words)}", well
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", nargs="+", default=["memcheck"])
+    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--jobs", type=int, default=4, help="subjects at once")
+    parser.add_argument("--seconds", type=float, default=600.0, help="most that a subject may take")
+    args = parser.parse_args()
+    if shutil.which("compute-sanitizer") is None:
+        raise SystemExit("sanitize: no compute-sanitizer on the path; it comes with CUDA's toolkit")
+    wanted = [(name, tool) for tool in args.tools for name in args.only]
+    well = True
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for line, fine in pool.map(lambda each: sanitized(each[0], each[1], args.seconds), wanted):
+            print(line, flush=True)
+            well &= fine
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
