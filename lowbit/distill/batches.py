@@ -36,10 +36,6 @@ class StoredRows:
     """int32 [W]."""
     starts: Tensor
     """int64 [B]: first word of each sample."""
-    cache: Cache | None = None
-    """Where they were read, and"""
-    samples: tuple[int, ...] = ()
-    """which samples of it they are, for errors."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +78,8 @@ def unpack(rows: tuple[StoredRows, ...], length: int) -> SparseTargets:
     """Targets [B * T, K] of the average of M teachers: their lists one after the other, the weights over M.
 
     The average of their entropies makes the reported divergence the average of the divergences from each.
-
-    Raises: DataError on the CPU, for an id outside of the vocabulary.
     """
     found = [reader(r.layout, r.words.device)(r.words, r.starts, length) for r in rows]
-    for r, d in zip(rows, found, strict=True):
-        if r.cache is not None and d.ids.device.type == "cpu":  # a GPU would have to be waited for
-            r.cache.require_ids(r.samples, d.ids)
     share = 1.0 / len(found)
     return SparseTargets(
         torch.cat([d.ids.flatten(0, 1) for d in found], dim=1),
@@ -107,6 +98,21 @@ class CachedLoader(Loader):
         self._samples = caches[0].samples
         self._cached = SampleOrder(dataset, int(caches[0].identity["seed"]))
         self._shuffle = lru_cache(maxsize=16)(self._make_shuffle)
+        self._step = range(0)
+        """Samples of the step returned last, on all ranks."""
+
+    def next_step(self) -> list[Batch]:
+        first = self.cursor.sample
+        step = super().next_step()
+        self._step = range(first, self.cursor.sample)
+        return step
+
+    def require_ids(self) -> None:
+        """Look at the targets of the step returned last. Raises DataError for an id outside of the vocabulary, whose
+        weight, not a number, let the step fail."""
+        samples = self.cached_samples(np.array(self._step, dtype=np.int64))
+        for cache in self._caches:
+            cache.require_ids(samples)
 
     def epochs(self) -> dict[str, float]:
         """Passes over the cache so far."""
@@ -131,5 +137,5 @@ class CachedLoader(Loader):
         for cache in self._caches:
             packed = cache.read(cached)
             require_text(cache, cached, packed, batch)
-            rows.append(StoredRows(cache.layout, packed.words, packed.starts, cache, tuple(cached.tolist())))
+            rows.append(StoredRows(cache.layout, packed.words, packed.starts))
         return DistilledBatch(**vars(batch), rows=tuple(rows))

@@ -94,9 +94,9 @@ class Decoded:
     """Targets of B samples of T positions."""
 
     ids: Tensor
-    """int64 [B, T, k]; 0 where the weight is 0."""
+    """int64 [B, T, k], all in the vocabulary; 0 where the weight is 0."""
     weights: Tensor
-    """FP32 [B, T, k]."""
+    """FP32 [B, T, k]; NaN where damaged bits gave an id outside of the vocabulary: nothing is learned from it."""
     entropy: Tensor
     """FP32 [B, T]: the teacher's entropy in nats, an unbiased rounding."""
 
@@ -250,7 +250,8 @@ def decode(layout: Layout, words: Tensor, starts: Tensor, length: int) -> Decode
         rest = torch.where(implied > 0, torch.where(is_implied, level, 0.0).sum(dim=2, keepdim=True), left)
         coded = torch.where(is_implied, left - rest, coded)
         coded = torch.where(is_plain, rest / plain.clamp(min=1), coded)
-    return Decoded(ids, coded, h.float() * ENTROPY_STEP)
+    wrong = ids >= layout.vocab_size
+    return Decoded(ids.masked_fill(wrong, 0), coded.masked_fill(wrong, torch.nan), h.float() * ENTROPY_STEP)
 
 
 def _field(words: Tensor, at: Tensor, width: Tensor | int) -> Tensor:

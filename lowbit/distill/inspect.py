@@ -161,7 +161,7 @@ def _by_id(rows: Decoded) -> Decoded:
     """Entries by rising id; those without weight first, with the id -1."""
     ids = torch.where(rows.weights > 0, rows.ids, -1)
     ids, order = ids.sort(dim=2)
-    return Decoded(ids, rows.weights.clamp(min=0).gather(2, order), rows.entropy)
+    return Decoded(ids, torch.where(ids < 0, 0.0, rows.weights.gather(2, order)), rows.entropy)
 
 
 def _not_the_teachers(found: Rescored, least: float) -> str | None:

@@ -338,20 +338,21 @@ class Cache:
         return Packed(words, torch.tensor(starts), np.array(sums, dtype=np.uint32))
 
     def check_ids(self) -> None:
-        """Look at samples all over the cache before a GPU reads at their ids. Raises DataError for one outside of the
-        vocabulary."""
-        for sample in np.unique(np.linspace(0, self.samples - 1, _LOOKED_AT).astype(np.int64)):
-            stored = self.read(np.array([sample]))
-            self.require_ids([int(sample)], decode(self.layout, stored.words, stored.starts, self.length).ids)
+        """`require_ids` of samples all over the cache."""
+        self.require_ids(np.unique(np.linspace(0, self.samples - 1, _LOOKED_AT).astype(np.int64)))
 
-    def require_ids(self, samples: Sequence[int], ids: Tensor) -> None:
-        """Raises DataError when ids of samples [B, ...] lie outside of the vocabulary."""
-        wrong = (ids >= self.layout.vocab_size).flatten(1).any(dim=1).nonzero()
-        if len(wrong):
-            raise DataError(
-                f"{self.folder} is damaged: sample {samples[int(wrong[0])]} has an id outside of the vocabulary of "
-                f"{self.layout.vocab_size}; {_AGAIN}"
-            )
+    def require_ids(self, samples: NDArray[np.int64]) -> None:
+        """Decode samples on the CPU. Raises DataError for an id outside of the vocabulary."""
+        for sample in samples:
+            stored = self.read(sample[None])
+            found = decode(self.layout, stored.words, stored.starts, self.length)
+            wrong = found.weights[0].isnan().any(dim=1).nonzero()  # [positions, 1]
+            if len(wrong):
+                path = self.folder / self.shards[int(sample) // int(self.identity["shard_samples"])].file
+                raise DataError(
+                    f"{path} is damaged: sample {sample}, position {int(wrong[0])}: an id outside of the vocabulary of "
+                    f"{self.layout.vocab_size}; {_AGAIN}"
+                )
 
     def _open_shard(self, number: int) -> _Opened:
         shard = self.shards[number]

@@ -24,7 +24,7 @@ from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Loader
 from lowbit.distill.batches import CachedLoader, DistilledBatch
 from lowbit.distill.shards import Cache, open_cache, require_same
-from lowbit.errors import CheckpointError, ConfigError
+from lowbit.errors import CheckpointError, ConfigError, NonFiniteError
 from lowbit.models.sparse_head import DistillTerms, SparseTargets, lm_head_distill_loss
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import Snapshot
@@ -33,7 +33,7 @@ from lowbit.trainer.loaded import shown_path
 from lowbit.trainer.loop import Position
 from lowbit.trainer.metrics import MetricsLog
 from lowbit.trainer.objective import Objective, ObjectiveOutput
-from lowbit.trainer.run import Pretraining
+from lowbit.trainer.run import Pretraining, RunResult
 from lowbit.trainer.schedule import sequences_at
 
 logger = logging.getLogger("lowbit")
@@ -193,6 +193,18 @@ class Distillation(Pretraining):
             prefetch=config.data.prefetch,
             pin=self.device.type == "cuda",
         )
+
+    def execute(self) -> RunResult:
+        """The whole run. Numbers that are not finite may come from damaged targets: then those are named.
+
+        Raises: DataError for an id outside of the vocabulary in the step that failed.
+        """
+        try:
+            return super().execute()
+        except NonFiniteError:
+            if isinstance(self.loader, CachedLoader):
+                self.loader.require_ids()
+            raise
 
     def _make_objective(self) -> Objective:
         loss = self.distill.loss

@@ -206,11 +206,12 @@ def _slopes(lse: Tensor, lse_tempered: Tensor, z: Tensor, teacher: SparseTargets
 
 
 def _bucketed(log_s: Tensor, p: Tensor, kind: Divergence) -> tuple[Tensor, Tensor]:
-    """reverse_kl or jsd over K tokens and one bucket: (D [C], dD / dlog s_k [C, K]). Empty entries (p = 0) count not.
+    """reverse_kl or jsd over K tokens and one bucket: (D [C], dD / dlog s_k [C, K]). Empty entries (p = 0) count not;
+    a weight that is no number makes both so.
 
     With g_j = dD / ds_j and s_0 = 1 - sum s_k the derivative by log s_k is s_k (g_k - g_0).
     """
-    there = p > 0
+    there = ~(p <= 0)
     s = torch.where(there, log_s.exp(), 0.0)
     bucket_s, bucket_p = 1 - s.sum(dim=1, keepdim=True), 1 - p.sum(dim=1, keepdim=True)
     free = bucket_s > _FLOOR  # at its floor the bucket is a constant

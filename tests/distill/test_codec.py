@@ -101,6 +101,20 @@ def plain_reader(layout: Layout, words: Tensor, length: int) -> list[tuple[dict[
     return out
 
 
+@pytest.mark.parametrize("estimator", Estimator)
+def test_an_id_outside_of_the_vocabulary_is_not_read_at(estimator: Estimator) -> None:
+    """Bits that were damaged: ids as wide as those of 500 tokens, where there are 257."""
+    logits = torch.randn(4 * 16, 500)
+    kept, entropy, places = keep(estimator, logits, 8, 4)
+    words, starts = store(Layout(estimator, 8, 500), kept, entropy, places, 4)
+    whole = decode(Layout(estimator, 8, 500), words, starts, 16)
+    got = decode(Layout(estimator, 8, 257), words, starts, 16)
+    wrong = whole.ids >= 257
+    assert wrong.any() and not wrong.all()
+    assert got.weights[wrong].isnan().all() and not got.ids[wrong].any()
+    assert torch.equal(got.ids[~wrong], whole.ids[~wrong]) and torch.equal(got.weights[~wrong], whole.weights[~wrong])
+
+
 @pytest.mark.parametrize("k", [1, 7, 16, 64])
 @pytest.mark.parametrize("estimator", Estimator)
 @pytest.mark.parametrize("vocab", [257, 20_000])

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from test_codec import realistic
+from test_student import DAMAGED, spoil
 
-from lowbit.configs.schema_distill import DistillConfig, Estimator
+from lowbit.configs.schema_distill import DistillConfig, DistillLossConfig, Divergence, Estimator
 from lowbit.data.dataset import Dataset
+from lowbit.distill import batches
 from lowbit.distill.batches import DistilledBatch, StoredRows, unpack
 from lowbit.distill.blocks import Distributions
 from lowbit.distill.codec import Layout, decode, encode, pack
@@ -17,7 +20,9 @@ from lowbit.distill.estimators import sampler
 from lowbit.distill.fast import reader
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.noise import Noise, Places
+from lowbit.distill.shards import Cache
 from lowbit.distill.teacher import open_teacher
+from lowbit.errors import DataError
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +92,39 @@ def test_training_reads_bits_on_the_device(
         config = replace(distillation, device=device)
         results.append(distill.train(config, tmp_path / device).val_bpb)
     assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(
+    ("estimator", "divergence"),
+    [
+        *((estimator, Divergence.forward_kl) for estimator in Estimator),
+        (Estimator.topk, Divergence.reverse_kl),
+        (Estimator.topk, Divergence.jsd),
+    ],
+)
+def test_an_id_outside_of_the_vocabulary_is_no_error_of_the_device(
+    estimator: Estimator,
+    divergence: Divergence,
+    kernels: bool,
+    maker: Callable[..., CacheMaker],
+    distillation: DistillConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Damaged unnoticed, and in none of the samples that are looked at before: the step is not made, and the sample
+    is named."""
+    from lowbit.distill import run as distill
+
+    cache = maker(Path(distillation.cache.path), estimator=estimator).make()
+    spoil(cache, 9)
+    monkeypatch.setattr(Cache, "check_ids", lambda _: None)
+    if not kernels:
+        monkeypatch.setattr(batches, "reader", lambda layout, _: partial(decode, layout))
+    config = replace(distillation, device="cuda", loss=DistillLossConfig(divergence, 0.8))
+    with pytest.raises(DataError, match=DAMAGED):
+        distill.train(config, tmp_path / "student")
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("estimator", Estimator)

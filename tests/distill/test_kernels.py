@@ -33,7 +33,7 @@ def interpreted(*groups: str) -> None:
     assert done.stdout.split() == list(groups)
 
 
-QUICK = ["first", "broken", "bits", "average"]
+QUICK = ["first", "broken", "damaged", "bits", "average"]
 MORE = ["alone", "selections", "logits_as_they_come", "large", "more_bits", "averages", "checked"]
 
 

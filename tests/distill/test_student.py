@@ -325,27 +325,68 @@ def test_bucketed_divergences_train(
     assert log[-1]["kl"] < log[0]["kl"] and all(r["kl"] >= 0 for r in log)
 
 
-def test_an_id_outside_of_the_vocabulary_names_cache_and_sample(
-    cache: Cache, distillation: DistillConfig, dataset: Dataset, tmp_path: Path
-) -> None:
-    """Bits that were damaged unnoticed (the file's time is the same): before training where a sample looked at has it,
-    else when a batch is unpacked."""
-    path = cache.folder / "shard-00002.targets"
+def spoil(cache: Cache, sample: int) -> None:
+    """Ones in place of a sample's targets, behind the headers of its positions; the file's time stays as it was."""
+    number, place = divmod(sample, cache.shards[0].samples)
+    path, index = cache.folder / cache.shards[number].file, cache._open_shard(number).index.astype(int)
     stat, data = path.stat(), bytearray(path.read_bytes())
-    begin = len(data) - 4 * int(cache._open_shard(2).index[-1])
-    data[begin + 32 * cache.layout.header_bits // 8 :] = b"\xff" * (len(data) - begin - 4 * cache.layout.header_bits)
+    first, end = len(data) - 4 * (index[-1] - index[place : place + 2])
+    first += (32 * cache.layout.header_bits + 7) // 8
+    data[first:end] = b"\xff" * (end - first)
     path.write_bytes(data)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    message = r"cache is damaged: sample (8|9|10|11) has an id outside of the vocabulary of 257; delete the folder"
-    with pytest.raises(DataError, match=message):
+
+
+DAMAGED = r"shard-00002.targets is damaged: sample 9, position \d+: an id outside of the vocabulary of 257; delete"
+
+
+def test_an_id_outside_of_the_vocabulary_is_found_before_training(
+    cache: Cache, distillation: DistillConfig, dataset: Dataset, tmp_path: Path
+) -> None:
+    """In one of the samples that are looked at, though bits were damaged unnoticed."""
+    spoil(cache, 9)
+    with pytest.raises(DataError, match=DAMAGED):
         open_caches(distillation, cache.folder, dataset)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=DAMAGED):
         distill.train(distillation, tmp_path / "student")
-    source = loader(dataset, [cache])
-    with pytest.raises(DataError, match=message):
-        for _ in range(4):
-            for batch in source.next_step():
-                batch.to("cpu")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "divergence", "several"),
+    [
+        *((estimator, Divergence.forward_kl, False) for estimator in Estimator),
+        (Estimator.varopt, Divergence.forward_kl, True),
+        (Estimator.topk, Divergence.reverse_kl, False),
+        (Estimator.topk, Divergence.jsd, False),
+    ],
+)
+def test_an_id_outside_of_the_vocabulary_stops_training_and_is_named(
+    estimator: Estimator,
+    divergence: Divergence,
+    several: bool,
+    maker: Make,
+    distillation: DistillConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a later one, the step that reads it is not made: neither an error of the device nor a bad student."""
+    folders = [tmp_path / "good", Path(distillation.cache.path)] if several else [Path(distillation.cache.path)]
+    for folder in folders:
+        cache = maker(folder, estimator=estimator).make()
+    spoil(cache, 9)
+    monkeypatch.setattr(Cache, "check_ids", lambda _: None)
+    config = replace(
+        distillation,
+        cache=replace(distillation.cache, path=str(folders[0]), more=[str(path) for path in folders[1:]]),
+        loss=DistillLossConfig(divergence, 0.8),
+        checkpoint=replace(distillation.checkpoint, every_steps=1, keep_last=9),
+    )
+    with pytest.raises(DataError, match=DAMAGED) as caught:
+        distill.train(config, tmp_path / "student")
+    assert "\n" not in str(caught.value)
+    for path in (tmp_path / "student").glob("checkpoints/step_*"):
+        loaded = load_run(tmp_path / "student", path.name, device="cpu")
+        assert all(bool(torch.isfinite(p).all()) for p in loaded.model.parameters())
 
 
 def test_a_longer_training_goes_over_a_finished_cache_again(distillation: DistillConfig, tmp_path: Path) -> None:
@@ -466,7 +507,7 @@ def test_folders_that_may_not_be_looked_at_are_one_line(
         config = replace(distillation, cache=replace(distillation.cache, **given))  # type: ignore[arg-type]
         check = validate_train
     with pytest.raises(
-        ConfigError, match=rf"{key}=.*secret/x.*: .*cannot be read: Permission denied; make it readable"
+        ConfigError, match=rf"{key}=.*: .*secret/x cannot be read: Permission denied; make it readable"
     ):
         check(config)
     with pytest.raises(DataError, match=r"cannot read .*secret/x/manifest.json: Permission denied; make it readable"):

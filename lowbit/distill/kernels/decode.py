@@ -73,7 +73,7 @@ def places_kernel(  # type: ignore[no-untyped-def]
 def targets_kernel(  # type: ignore[no-untyped-def]
     words, headers, places, levels, ids, weights, entropy, count, rows,
     K: tl.constexpr, VAROPT: tl.constexpr, ID_BITS: tl.constexpr, BASE: tl.constexpr, COUNT_BITS: tl.constexpr,
-    EXACT: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    VOCAB: tl.constexpr, EXACT: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -103,6 +103,8 @@ def targets_kernel(  # type: ignore[no-untyped-def]
         weight = tl.where(is_implied, (left - rest)[:, None], weight)
         share = tl.div_rn(rest, tl.maximum(plain, 1).to(tl.float32))
         weight = tl.where(is_plain, share[:, None], weight)
+    weight = tl.where(id < VOCAB, weight, float("nan"))
+    id = tl.where(id < VOCAB, id, 0)
     at = row[:, None].to(tl.int64) * K + slot
     kept = inside[:, None] & (slot < K)
     tl.store(ids + at, id.to(tl.int64), kept)
@@ -135,6 +137,7 @@ class Decoder:
         """What the second one is compiled for besides."""
         slots = max(2, triton.next_power_of_2(self.layout.targets))
         return {
+            "VOCAB": self.layout.vocab_size,
             "EXACT": self.layout.estimator in (Estimator.varopt, Estimator.topk),
             "SLOTS": slots,
             "ROWS": max(1, self.entries // slots),
