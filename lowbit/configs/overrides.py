@@ -47,7 +47,12 @@ class Command(Generic[Config]):
 
 
 PRETRAIN = Command("pretrain", RunConfig, "preset")
-DISTILL = Command("distill", DistillConfig, "distill")
+DISTILL = Command(
+    "distill",
+    DistillConfig,
+    "distill",
+    placed=(("teacher.model", "model"), ("teacher.precision", "precision")),
+)
 RL = Command("rl", RlConfig, "rl", ("task", "algorithm"), without=("data",))
 PIPELINE: Command[Any] = Command[Any](
     "pipeline",

@@ -56,8 +56,9 @@ class Teacher:
     def summary(self) -> str:
         """A few words about it."""
         size = sum(p.numel() for p in self.model.parameters()) / 1e6
-        where = device_name(self.model.head_weight.device)
-        return f"{size:.1f} million parameters, {self.description['compute']} on {where}"
+        where, forward = device_name(self.model.head_weight.device), self.description["precision"]["forward"]
+        products = "" if forward == "bf16" else f" with {forward} products"
+        return f"{size:.1f} million parameters, {self.description['compute']}{products} on {where}"
 
     def require_length(self, length: int) -> None:
         """Raises ConfigError for sequences that are longer than the teacher takes."""

@@ -479,6 +479,13 @@ def test_settings_beside_a_finished_cache_are_named_and_its_own_kept(
     assert "are ignored" not in caplog.text
 
 
+def test_a_teachers_summary_says_what_it_computes_in(distillation: DistillConfig, teacher: Teacher) -> None:
+    assert " million parameters, float32 on CPU" in teacher.summary()
+    quantised = replace(distillation.teacher.precision, forward="nvfp4")
+    other = open_teacher(replace(distillation.teacher, precision=quantised), distillation.engine, torch.device("cpu"))
+    assert " million parameters, float32 with nvfp4 products on CPU" in other.summary()
+
+
 @pytest.mark.parametrize("key", ["teacher.path", "cache.path", "cache.more"])
 def test_folders_that_may_not_be_looked_at_are_one_line(
     key: str, distillation: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -506,9 +513,7 @@ def test_folders_that_may_not_be_looked_at_are_one_line(
         given = {"path": path} if key == "cache.path" else {"more": [path]}
         config = replace(distillation, cache=replace(distillation.cache, **given))  # type: ignore[arg-type]
         check = validate_train
-    with pytest.raises(
-        ConfigError, match=rf"{key}=.*: .*secret/x cannot be read: Permission denied; make it readable"
-    ):
+    with pytest.raises(ConfigError, match=rf"{key}=.*: .*secret/x cannot be read: Permission denied; make it readable"):
         check(config)
     with pytest.raises(DataError, match=r"cannot read .*secret/x/manifest.json: Permission denied; make it readable"):
         is_there(secret / "x" / "manifest.json")

@@ -1,0 +1,51 @@
+"""Settings of `lowbit distill` as typed, resolved to its configuration."""
+
+import pytest
+
+from lowbit.configs.compose import compose, compose_for
+from lowbit.configs.overrides import DISTILL
+from lowbit.configs.schema_distill import DistillConfig
+from lowbit.errors import ConfigError
+
+
+def resolved(*overrides: str) -> DistillConfig:
+    config = compose_for(DISTILL, overrides)
+    assert isinstance(config, DistillConfig)
+    return config
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_row", "nvfp4_w4a16", "fp32"])
+def test_the_teachers_precision_is_a_preset_or_keys_of_one(name: str) -> None:
+    """The student's stays what it is, and keys of it win over the preset."""
+    given = resolved(f"teacher.precision={name}", "precision=mxfp8")
+    assert given.teacher.precision == compose([f"precision={name}"]).precision
+    assert given.precision == compose(["precision=mxfp8"]).precision
+    changed = resolved("teacher.precision.compute=fp32", f"teacher.precision={name}")
+    assert changed.teacher.precision.compute == "fp32"
+    assert changed.teacher.precision.forward == given.teacher.precision.forward
+    assert resolved().teacher.precision == DistillConfig().teacher.precision
+
+
+def test_the_teachers_model_is_a_preset_or_keys_of_one() -> None:
+    given = resolved("teacher.model=30m", "model=tiny", "teacher.model.layers=3")
+    assert given.teacher.model.width == compose(["model=30m"]).model.width and given.teacher.model.layers == 3
+    assert given.model == compose(["model=tiny"]).model
+    assert resolved("distill=gpu").teacher.model == compose(["model=150m"]).model
+    assert resolved("distill=gpu", "teacher.model=30m").teacher.model == compose(["model=30m"]).model
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("teacher.precision=nvpf4", r"teacher.precision=nvpf4: teacher.precision takes one of auto, .*nearest: nvfp4"),
+        ("teacher.model=31m", r"teacher.model=31m: teacher.model takes one of .*nearest: 3\w*m"),
+        (
+            "teacher.precision=null",
+            r"teacher.precision takes the name of a preset, .*set keys as teacher.precision.KEY=",
+        ),
+        ("teacher.precision.forward=3.5", r"teacher.precision.forward=3.5: expected text"),
+    ],
+)
+def test_mistakes_about_the_teacher_name_what_would_work(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(override)
