@@ -41,7 +41,7 @@ class TeacherConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """What the teacher computes in while it is cached, whatever it was trained in; `teacher.precision=CHOICE` too."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Without `path`: the teacher to train, on the student's data and with its optimizer; `teacher.model=CHOICE` too."""
+    """Without `path`: the teacher to train, on the student's data, with its optimizer; `teacher.model=CHOICE` too."""
     max_steps: int = 400
     """Without `path`: optimizer steps it is trained for."""
 
