@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lowbit.configs.schema import DataConfig, EngineConfig
-from lowbit.configs.schema_distill import DistillConfig, Estimator, TeacherConfig
+from lowbit.configs.schema_distill import CacheConfig, DistillConfig, Estimator, TeacherConfig
 from lowbit.configs.strict import build
 from lowbit.data.dataset import prepare_data
 from lowbit.data.loader import SampleOrder
 from lowbit.data.permutation import Permutation
 from lowbit.distill.codec import Decoded, decode
 from lowbit.distill.making import CacheMaker
-from lowbit.distill.shards import Cache, require_same, require_text
+from lowbit.distill.shards import Cache, require_same, require_text, settings_of
 from lowbit.distill.teacher import open_teacher
 from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.trainer.hardware import pick_device
@@ -185,23 +185,8 @@ def _moved(data: DataConfig, old: Path, new: Path) -> DataConfig:
 
 def _settings(cache: Cache, data: DataConfig, teacher: TeacherConfig) -> DistillConfig:
     """The settings that would make this cache."""
-    identity = cache.identity
-    plain = DistillConfig()
-    positions = int(identity["shard_samples"]) * cache.length
-    return replace(
-        plain,
-        data=data,
-        teacher=teacher,
-        cache=replace(
-            plain.cache,
-            estimator=cache.layout.estimator,
-            targets=cache.layout.targets,
-            temperature=float(identity["temperature"]),
-            seed=int(identity["seed"]),
-            micro_batch=int(identity["micro_batch"]),
-            shard_tokens=positions,
-        ),
-    )
+    own = CacheConfig(**settings_of(cache.identity))
+    return replace(DistillConfig(), data=data, teacher=teacher, cache=own)
 
 
 def _split(words: Tensor, starts: Tensor) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ import logging
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,15 @@ import lowbit
 from lowbit.configs.paths import with_absolute_paths
 from lowbit.configs.schema_distill import DistillConfig
 from lowbit.configs.stored import plain
+from lowbit.configs.strict import show
 from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Cursor, Loader
 from lowbit.data.storage import folder_lock, remove_leftovers, write_error
+from lowbit.data.verified import write_stamps
 from lowbit.distill.codec import Layout
 from lowbit.distill.estimators import check_targets
+from lowbit.distill.expected import expected_bytes
 from lowbit.distill.noise import Noise
 from lowbit.distill.rows import Head, RowMaker, Rows, one_behind
 from lowbit.distill.shards import (
@@ -42,6 +45,7 @@ from lowbit.distill.shards import (
     TOTALS,
     Cache,
     Shard,
+    differing,
     identity_sha256,
     is_there,
     layout_of,
@@ -57,12 +61,13 @@ from lowbit.distill.shards import (
     shard_of,
     shard_size,
     token_checksums,
+    with_settings,
     write_json,
     write_shard,
-    write_stamp,
 )
 from lowbit.distill.teacher import Teacher
 from lowbit.errors import ConfigError, DataError
+from lowbit.trainer.loaded import shown_path
 
 logger = logging.getLogger("lowbit")
 
@@ -71,8 +76,8 @@ class CacheMaker:
     """One process's part in making a cache."""
 
     def __init__(self, folder: Path, settings: DistillConfig, tokens: int, teacher: Teacher, dataset: Dataset) -> None:
-        """`tokens`: positions wanted, rounded up to whole micro-batches. Where `cache.tokens` is null, a complete cache
-        of another length is as good.
+        """`tokens`: positions wanted, rounded up to whole micro-batches. Where `cache.tokens` is null, those of a cache
+        that is there are as good.
 
         Raises: ConfigError, DataError when teacher, data and settings do not fit each other.
         """
@@ -85,13 +90,12 @@ class CacheMaker:
         teacher.require_tokenizer(dataset.tokenizer.digest, vocab_size)
         check_targets(config.estimator, config.targets, vocab_size)
         batch = config.micro_batch
-        self.samples = -(-tokens // (length * batch)) * batch
         self.identity: dict[str, Any] = {
             "teacher": teacher.description,
             "tokenizer": dataset.tokenizer.digest,
             "data": dataset.describe(),
             "seed": config.seed,
-            "samples": self.samples,
+            "samples": -(-tokens // (length * batch)) * batch,
             "sequence_length": length,
             "vocab_size": vocab_size,
             "estimator": config.estimator.value,
@@ -135,23 +139,60 @@ class CacheMaker:
     # Shards -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        """Write what the cache will be, or check that it is what is there; True when it is complete already."""
+        """Write what the cache will be, or join the one that is there; True when that is complete."""
+        there = is_there(self.folder / MANIFEST)
+        if there and (manifest := read_manifest(self.folder))["shards"] is not None:
+            self._join(manifest)  # without a lock: a complete cache may lie where nothing can be written
+            logger.info("%s is complete already", shown_path(self.folder))
+            return True
         with naming_the_cache(), folder_lock(self.folder, logger.info):
             if is_there(self.folder / MANIFEST):
                 manifest = read_manifest(self.folder)
-                complete = manifest["shards"] is not None
-                if complete and self.config.tokens is None:  # a longer training goes over it again
-                    self.samples = self.identity["samples"] = int(manifest["identity"]["samples"])
-                what = "holds another cache than configured (give another cache.path, or delete it)"
-                require_same(self.folder, manifest["identity"], self.identity, what)
-                return complete
+                self._join(manifest)
+                return manifest["shards"] is not None
             if any(self.folder.glob("[!.]*")):
                 raise DataError(f"{self.folder} holds something that is no teacher's cache: give another cache.path")
             versions = {"lowbit": lowbit.__version__, "torch": torch.__version__, "python": platform.python_version()}
             manifest = {"format": FORMAT, "identity": self.identity, "shards": None}
-            manifest["identity_sha256"] = identity_sha256(self.identity)
-            write_json(self.folder / MANIFEST, manifest | {"versions": versions, "made_with": self._made_with})
+            self._write_manifest(manifest | {"versions": versions, "made_with": self._made_with})
             return False
+
+    def _join(self, manifest: dict[str, Any]) -> None:
+        """Check that the cache that is there is the one wanted. One that is not finished is extended to more samples
+        than it was begun with, which changes no other shard than its last.
+
+        Raises: DataError, naming the settings in which it is another.
+        """
+        there, complete = manifest["identity"], manifest["shards"] is not None
+        if self.config.tokens is None:  # a longer training goes over it again
+            self.identity["samples"] = int(there["samples"])
+        elif not complete and there["samples"] < self.identity["samples"]:
+            there = there | {"samples": self.identity["samples"]}
+        was, now = with_settings(there), with_settings(self.identity)
+        takes = "takes it" if complete else "goes on with it"
+        wishes = [f"cache.{key}={show(value)}" for key, value in was["cache"].items() if value != now["cache"][key]]
+        only = not differing(was | {"cache": None}, now | {"cache": None})
+        other = f"{' '.join(wishes)} {takes}; else give" if only else "give"
+        what = f"holds another cache than configured ({other} another cache.path, or delete it)"
+        require_same(self.folder, was, now, what)
+        if there is not manifest["identity"]:
+            self._write_manifest(manifest | {"identity": there})
+
+    def _write_manifest(self, manifest: dict[str, Any]) -> None:
+        manifest["identity_sha256"] = identity_sha256(manifest["identity"])
+        write_json(self.folder / MANIFEST, manifest, self._needed())
+
+    def _manifest(self) -> dict[str, Any]:
+        """As it is now; its length, which another process may have extended, becomes this one's."""
+        manifest = read_manifest(self.folder)
+        self.identity["samples"] = int(manifest["identity"]["samples"])
+        return manifest
+
+    def _needed(self) -> int:
+        """Bytes that all processes have still to write, about."""
+        done = len(list(self.folder.glob(record_name(None))))
+        samples = max(0, int(self.identity["samples"]) - done * int(self.identity["shard_samples"]))
+        return expected_bytes(self.layout, samples, self.dataset.sequence_length, max(0, self.shards - done))
 
     def _make_missing(self, ours: set[int]) -> None:
         """First every shard that is free, then, waiting for it, every one that another process has and may lose."""
@@ -159,9 +200,11 @@ class CacheMaker:
             for number in range(self.shards):
                 if self._record(number) is not None:
                     continue
-                if read_manifest(self.folder)["shards"] is not None:  # another process has finished it all
+                if self._manifest()["shards"] is not None:  # another process has finished it all
                     return
-                with _claimed(self.folder / f".{shard_name(number)}.lock", wait) as mine:
+                with _claimed(self.folder / f".{shard_name(number)}.lock", wait, self._needed()) as mine:
+                    if self._manifest()["shards"] is not None:
+                        return
                     if mine and self._record(number) is None:
                         self._make_shard(number)
                         ours.add(number)
@@ -194,11 +237,11 @@ class CacheMaker:
         length = self.dataset.sequence_length
         name = shard_name(number)
         size_bytes, sha256 = write_shard(
-            self.folder / name, words, torch.cat(sizes).numpy(), np.concatenate(sums), length
+            self.folder / name, words, torch.cat(sizes).numpy(), np.concatenate(sums), length, self._needed()
         )
         named = {key: round(value, 6) for key, value in zip(TOTALS, totals.tolist(), strict=True)}
         shard = Shard(name, first, samples, size_bytes, sha256, named)
-        write_json(self.folder / record_name(number), asdict(shard))
+        write_json(self.folder / record_name(number), asdict(shard), self._needed())
         positions = samples * length
         logger.info(
             "shard %d of %d: %s positions, %.1f bytes each, %.0f positions a second",
@@ -218,7 +261,7 @@ class CacheMaker:
     def _finish(self, ours: set[int]) -> bool:
         """Write the manifest once all shards are there and good; False when some have to be made again."""
         with naming_the_cache(), folder_lock(self.folder, logger.info):
-            manifest = read_manifest(self.folder)
+            manifest = self._manifest()
             if manifest["shards"] is not None:
                 return True
             shards = []
@@ -235,8 +278,9 @@ class CacheMaker:
                     return False
                 shards.append(asdict(shard))
             write_json(self.folder / MANIFEST, manifest | {"shards": shards})
-            write_stamp(self.folder, [shard["file"] for shard in shards])
-            for pattern in ("shard-*.json", ".shard-*.lock"):
+            with suppress(DataError):  # on a full disk, what is written is good: it is verified when it is opened
+                write_stamps(self.folder, [shard["file"] for shard in shards])
+            for pattern in (record_name(None), ".shard-*.lock"):
                 for path in self.folder.glob(pattern):
                     path.unlink(missing_ok=True)
             remove_leftovers(self.folder)
@@ -261,16 +305,16 @@ class CacheMaker:
 
 
 @contextmanager
-def _claimed(path: Path, wait: bool) -> Iterator[bool]:
+def _claimed(path: Path, wait: bool, needed: int) -> Iterator[bool]:
     """Hold a lock file, which the kernel frees when its owner dies; False when another process has it.
 
-    Raises: DataError when there can be none, for example on a full disk.
+    Raises: DataError when there can be none, for example on a full disk, where `needed` bytes are to be written.
     """
     try:
         file = path.open("a")
     except OSError as error:
         with naming_the_cache():
-            raise write_error(path, error) from error
+            raise write_error(path, error, needed) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

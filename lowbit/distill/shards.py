@@ -33,7 +33,7 @@ from lowbit.configs.stored import flatten
 from lowbit.configs.strict import build, fields_of
 from lowbit.data.batch import Batch
 from lowbit.data.storage import atomic_write
-from lowbit.data.verified import check_files, check_hash, check_size, write_stamps
+from lowbit.data.verified import check_files, check_hash, check_size
 from lowbit.distill.codec import Layout, decode
 from lowbit.distill.estimators import check_targets
 from lowbit.errors import ConfigError, DataError
@@ -68,9 +68,9 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.targets"
 
 
-def record_name(number: int) -> str:
-    """File of its record, until the cache is complete."""
-    return f"shard-{number:05d}.json"
+def record_name(number: int | None) -> str:
+    """File of its record, until the cache is complete; None: a pattern of all."""
+    return "shard-*.json" if number is None else f"shard-{number:05d}.json"
 
 
 def shard_size(identity: dict[str, Any], number: int) -> tuple[int, int]:
@@ -105,9 +105,16 @@ def require_text(cache: "Cache", samples: NDArray[np.int64], stored: "Packed", b
 
 
 def write_shard(
-    path: Path, words: Sequence[NDArray[np.uint32]], sizes: NDArray[np.int64], sums: NDArray[np.uint32], length: int
+    path: Path,
+    words: Sequence[NDArray[np.uint32]],
+    sizes: NDArray[np.int64],
+    sums: NDArray[np.uint32],
+    length: int,
+    needed: int = 0,
 ) -> tuple[int, str]:
     """Write a shard atomically: samples' words in order, words of each sample [S], token checksums [S].
+
+    needed: bytes that are still to be written, this shard's among them, which a full disk's message says.
 
     Returns its bytes and SHA-256. Raises DataError, one line, when it cannot be written.
     """
@@ -123,14 +130,14 @@ def write_shard(
             size += len(piece)
             yield piece
 
-    write(path, pieces())
+    write(path, pieces(), needed)
     return size, digest.hexdigest()
 
 
-def write(path: Path, pieces: Iterable[bytes]) -> None:
+def write(path: Path, pieces: Iterable[bytes], needed: int) -> None:
     """`atomic_write` whose errors name this command's setting."""
     with naming_the_cache():
-        atomic_write(path, pieces)
+        atomic_write(path, pieces, needed)
 
 
 @contextmanager
@@ -142,15 +149,9 @@ def naming_the_cache() -> Iterator[None]:
         raise DataError(str(error).replace("data.cache_dir", "cache.path")) from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    """The same value always becomes the same bytes."""
-    write(path, iter([(json.dumps(value, indent=1, sort_keys=True) + "\n").encode()]))
-
-
-def write_stamp(folder: Path, names: Sequence[str]) -> None:
-    """`write_stamps` whose errors name this command's setting."""
-    with naming_the_cache():
-        write_stamps(folder, names)
+def write_json(path: Path, value: Any, needed: int = 0) -> None:
+    """The same value always becomes the same bytes. needed: see `write_shard`."""
+    write(path, iter([(json.dumps(value, indent=1, sort_keys=True) + "\n").encode()]), needed)
 
 
 # Manifest -----------------------------------------------------------------------------------------------------
@@ -256,6 +257,26 @@ def _check_identity(identity: dict[str, Any]) -> None:
     texts = (identity["tokenizer"], identity["data"]["fingerprint"], teacher["digest"], teacher["compute"])
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a digest that is no text")
+
+
+def settings_of(identity: dict[str, Any]) -> dict[str, Any]:
+    """Those of `CacheConfig` that say what a cache holds."""
+    length = int(identity["sequence_length"])
+    return {
+        "estimator": Estimator(identity["estimator"]),
+        "targets": int(identity["targets"]),
+        "temperature": float(identity["temperature"]),
+        "tokens": int(identity["samples"]) * length,
+        "seed": int(identity["seed"]),
+        "micro_batch": int(identity["micro_batch"]),
+        "shard_tokens": int(identity["shard_samples"]) * length,
+    }
+
+
+def with_settings(identity: dict[str, Any]) -> dict[str, Any]:
+    """An identity with `cache`, the settings that it comes from, in place of them."""
+    own = ("estimator", "targets", "temperature", "samples", "seed", "micro_batch", "shard_samples")
+    return {key: value for key, value in identity.items() if key not in own} | {"cache": settings_of(identity)}
 
 
 def differing(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
@@ -393,7 +414,7 @@ def open_cache(folder: Path, *, verify: bool = False, report: Callable[[str], No
     """
     manifest = read_manifest(folder)
     if manifest["shards"] is None:
-        done = len(list(folder.glob("shard-*.json")))
+        done = len(list(folder.glob(record_name(None))))
         wanted = shard_count(manifest["identity"])
         raise DataError(
             f"{folder} is not finished: {done} of {wanted} shards are there; run the same `lowbit distill cache` "

@@ -23,7 +23,7 @@ from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Loader
 from lowbit.distill.batches import CachedLoader, DistilledBatch
-from lowbit.distill.shards import Cache, open_cache, require_same
+from lowbit.distill.shards import Cache, open_cache, require_same, settings_of
 from lowbit.errors import CheckpointError, ConfigError, NonFiniteError
 from lowbit.models.sparse_head import DistillTerms, SparseTargets, lm_head_distill_loss
 from lowbit.models.transformer import Transformer
@@ -116,7 +116,7 @@ def open_caches(config: DistillConfig, folder: Path, data: Dataset, report: bool
 
 def ignored(config: DistillConfig, cache: Cache) -> str:
     """Settings of `cache` that were given (they are not the defaults) and are not those of the cache that is there."""
-    given, plain, there = config.cache, CacheConfig(), settings_of(cache)
+    given, plain, there = config.cache, CacheConfig(), settings_of(cache.identity)
     found = []
     for key in ("estimator", "targets", "seed"):
         value = getattr(given, key)
@@ -126,20 +126,6 @@ def ignored(config: DistillConfig, cache: Cache) -> str:
     if given.tokens is not None and -(-given.tokens // batch) * batch != there["tokens"]:
         found.append(f"cache.tokens={given.tokens} (there: {there['tokens']})")
     return ", ".join(found)
-
-
-def settings_of(cache: Cache) -> dict[str, Any]:
-    """Those of `CacheConfig` that say what a cache holds."""
-    identity, layout = cache.identity, cache.layout
-    return {
-        "estimator": layout.estimator,
-        "targets": layout.targets,
-        "temperature": float(identity["temperature"]),
-        "tokens": cache.samples * cache.length,
-        "seed": int(identity["seed"]),
-        "micro_batch": int(identity["micro_batch"]),
-        "shard_tokens": int(identity["shard_samples"]) * cache.length,
-    }
 
 
 def check_loss(loss: DistillLossConfig, caches: Sequence[Cache]) -> None:
@@ -230,7 +216,7 @@ class Distillation(Pretraining):
         return super()._resume(snapshot)
 
     def _fill_folder(self, position: Position) -> MetricsLog:
-        held = replace(self.distill.cache, **settings_of(self.caches[0]))  # whatever was given beside it
+        held = replace(self.distill.cache, **settings_of(self.caches[0].identity))  # whatever was given beside it
         save_config(replace(self.distill, cache=held), self.run_dir / "distill.yaml")
         return super()._fill_folder(position)
 

@@ -1,11 +1,14 @@
 """The cache: what it holds, killed and resumed, made by several, damaged, and of something else."""
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +26,7 @@ from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset, prepare_data
 from lowbit.data.loader import SampleOrder
 from lowbit.data.verified import STAMPS
-from lowbit.distill import shards
+from lowbit.distill import making, run, shards
 from lowbit.distill.codec import decode
 from lowbit.distill.inspect import rescore, statistics
 from lowbit.distill.making import CacheMaker
@@ -176,18 +179,179 @@ def test_a_full_disk_is_one_line_and_spoils_nothing(
     maker(tmp_path / "whole").make()
     folder, write, count = tmp_path / "c", shards.atomic_write, 0
 
-    def full(path: Path, pieces: object) -> None:
+    def full(path: Path, pieces: object, needed: int) -> None:
         nonlocal count
         count += path.suffix == ".targets"
         if count == 3:
             raise DataError(f"disk full while writing {path}; set data.cache_dir to a larger disk")
-        write(path, pieces)  # type: ignore[arg-type]
+        write(path, pieces, needed)  # type: ignore[arg-type]
 
     monkeypatch.setattr(shards, "atomic_write", full)
     with pytest.raises(DataError, match=r"disk full .*shard-00002.targets; set cache.path to a larger disk"):
         maker(folder).make()
     monkeypatch.undo()
     assert maker(folder).make().samples == 16 and contents(folder) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("nth", "left"), [(1, 16), (3, 16), (5, 16), (11, 8)])
+def test_a_full_disk_says_what_is_still_to_be_written(
+    nth: int, left: int, maker: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all shards that are missing, not by the file that failed: a megabyte a sample here. It fails for the manifest,
+    the first shard, its record, the third shard."""
+    monkeypatch.setattr(making, "expected_bytes", lambda layout, samples, length, shards: samples * 1_000_000)
+    real, calls = os.fsync, []
+
+    def full(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == nth:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match=rf"disk full while writing .*: about {left}.0 MB are needed there"):
+        maker(tmp_path / "c").make()
+
+
+# Length -------------------------------------------------------------------------------------------------------
+
+
+def begun(maker: Make, folder: Path, shards: int, **settings: object) -> CacheMaker:
+    """A cache of which so many shards are there."""
+    m = maker(folder, **settings)
+    m._begin()
+    for number in range(shards):
+        m._make_shard(number)
+    m._loader.close()
+    return m
+
+
+@pytest.mark.parametrize(("tokens", "shards"), [(512, 2), (576, 5), (576, 3), (512, 0)])
+def test_an_unfinished_cache_is_extended(maker: Make, tokens: int, shards: int, tmp_path: Path) -> None:
+    """To more tokens than it was begun with; its last shard, if shorter (576: of 2 samples), is made again."""
+    begun(maker, tmp_path / "c", shards, tokens=tokens)
+    maker(tmp_path / "c", tokens=1024).make()
+    maker(tmp_path / "whole", tokens=1024).make()
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+
+
+def test_who_began_with_fewer_tokens_goes_along(maker: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extended while another process makes its shorter last shard: that process finishes the longer cache."""
+    early = begun(maker, tmp_path / "c", 4, tokens=576)
+    maker(tmp_path / "c", tokens=1024)._begin()
+    early._make_shard(4)
+    monkeypatch.setattr(early, "_begin", lambda: False)  # it has begun long ago
+    assert early.make().samples == 32
+    maker(tmp_path / "whole", tokens=1024).make()
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+
+
+def test_a_cache_finished_meanwhile_is_left_alone(maker: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extended and finished between a slower process' look at a shard and its lock."""
+    slow, real = begun(maker, tmp_path / "c", 4, tokens=576), making._claimed
+
+    @contextmanager
+    def late(path: Path, *rest: Any) -> Iterator[bool]:
+        monkeypatch.setattr(making, "_claimed", real)
+        maker(tmp_path / "c", tokens=1024).make()
+        with real(path, *rest) as mine:
+            yield mine
+
+    monkeypatch.setattr(making, "_claimed", late)
+    assert slow.make().samples == 32
+    maker(tmp_path / "whole", tokens=1024).make()
+    shards = {name: data for name, data in contents(tmp_path / "c").items() if not name.endswith(".lock")}
+    assert shards == contents(tmp_path / "whole")
+
+
+def test_an_unfinished_cache_without_a_wish_is_finished_as_it_was_begun(
+    distillation: DistillConfig, maker: Make, tmp_path: Path
+) -> None:
+    """cache.tokens=null: a student of more steps goes over it again."""
+    m = begun(maker, tmp_path / "c", 1)
+    settings = replace(distillation, cache=replace(m.config, tokens=None))
+    for tokens in (2048, 128):
+        other = CacheMaker(tmp_path / "c", settings, tokens, m.teacher, m.dataset)
+        assert other.make().samples == 16
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_another_length_names_the_setting_and_what_to_do(finished: bool, maker: Make, tmp_path: Path) -> None:
+    m = begun(maker, tmp_path / "c", 1)
+    if finished:
+        m.make()
+    message = (
+        r"c holds another cache than configured \(cache.tokens=512 {}; else give another cache.path, or delete it\): "
+        r"cache.tokens: 512 there, {} here"
+    )
+    for tokens in (256, 1024) if finished else (256,):
+        takes = "takes it" if finished else "goes on with it"
+        with pytest.raises(DataError, match=message.format(takes, tokens) + "$"):
+            maker(tmp_path / "c", tokens=tokens).make()
+
+
+def test_what_would_take_a_cache_is_named_only_if_it_would(maker: Make, tmp_path: Path) -> None:
+    maker(tmp_path / "c", estimator=Estimator.topk).make()
+    message = r"c holds another .* \(cache.estimator=topk takes it; else give .*\): cache.estimator: \"topk"
+    with pytest.raises(DataError, match=message):
+        maker(tmp_path / "c").make()
+    m = maker(tmp_path / "c")
+    m.identity["teacher"] = m.identity["teacher"] | {"digest": "f" * 64}
+    with pytest.raises(DataError, match=r"configured \(give another cache.path, or delete it\): cache.estimator: "):
+        m.make()
+
+
+# A place that cannot be written -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder in which nothing can be made, written or removed once `seal` is there."""
+    place, opens, mkdir, unlink = tmp_path / "sealed", Path.open, Path.mkdir, Path.unlink
+
+    def refused(path: Path) -> None:
+        if path.is_relative_to(place) and (place / "seal").exists():
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    def opened(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if set(mode) & set("wax+"):
+            refused(path)
+        return opens(path, mode, *rest, **more)
+
+    monkeypatch.setattr(Path, "open", opened)
+    for name, real in (("mkdir", mkdir), ("unlink", unlink)):
+        monkeypatch.setattr(Path, name, lambda path, *a, real=real, **k: (refused(path), real(path, *a, **k))[1])
+    return place
+
+
+@pytest.mark.parametrize("stamped", [True, False])
+def test_a_complete_cache_in_a_read_only_place_is_passed_over(
+    distillation: DistillConfig, maker: Make, read_only: Path, tmp_path: Path, stamped: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO, "lowbit")
+    maker(read_only / "c").make()
+    if not stamped:
+        (read_only / "c" / STAMPS).unlink()
+    (read_only / "c.lock").unlink()
+    (read_only / "seal").touch()
+    before = contents(read_only / "c")
+    config = replace(distillation, cache=replace(distillation.cache, path=str(read_only / "c")))
+    assert run.cache(config, tmp_path / "run", torch.device("cpu")).samples == 16
+    assert "c is complete already" in caplog.text
+    assert ("cannot write" in caplog.text) != stamped
+    assert run.train(config, tmp_path / "run").step == 6
+    assert run.everything(config, tmp_path / "again").step == 6
+    assert contents(read_only / "c") == before and not (read_only / "c.lock").exists()
+
+
+def test_an_unfinished_cache_in_a_read_only_place_is_one_line(maker: Make, read_only: Path) -> None:
+    begun(maker, read_only / "c", 1)
+    (read_only / "seal").touch()
+    with pytest.raises(
+        DataError, match=r"cannot write .*: Read-only file system; choose another place with cache.path"
+    ):
+        maker(read_only / "c").make()
 
 
 # Damage -------------------------------------------------------------------------------------------------------
@@ -472,10 +636,10 @@ def test_no_cache_there(tmp_path: Path, maker: Make) -> None:
 
 def test_a_cache_of_something_else_is_refused_naming_the_field(made: Path, maker: Make) -> None:
     for settings, message in (
-        ({"targets": 9}, "holds another cache than configured .*: targets: 8 there, 9 here"),
+        ({"targets": 9}, "holds another cache than configured .*: cache.targets: 8 there, 9 here"),
         ({"temperature": 2.0}, "temperature: 1.0 there, 2.0 here"),
         ({"estimator": Estimator.gumbel}, 'estimator: "varopt" there, "gumbel" here'),
-        ({"tokens": 1024}, "samples: 16 there, 32 here"),
+        ({"tokens": 1024}, "cache.tokens: 512 there, 1024 here"),
         ({"seed": 5}, "seed: 1 there, 5 here"),
     ):
         with pytest.raises(DataError, match=message):

@@ -399,7 +399,10 @@ def test_a_longer_training_goes_over_a_finished_cache_again(distillation: Distil
     assert (tmp_path / "run" / "cache" / "manifest.json").read_bytes() == made
     other = replace(config, max_steps=2, cache=replace(config.cache, path=str(tmp_path / "run" / "cache")))
     assert distill.everything(other, tmp_path / "shorter").step == 2
-    for change, message in (({"tokens": 2048}, "samples: 48 there, 64 here"), ({"targets": 9}, "targets: 8 there")):
+    for change, message in (
+        ({"tokens": 2048}, "cache.tokens: 1536 there, 2048 here"),
+        ({"targets": 9}, "cache.targets: 8 there"),
+    ):
         with pytest.raises(DataError, match=f"holds another cache than configured .*{message}"):
             distill.cache(replace(other, cache=replace(other.cache, **change)), tmp_path)  # type: ignore[arg-type]
 
