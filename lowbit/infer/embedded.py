@@ -207,6 +207,7 @@ class EmbeddedSampler:
             drawn = pending.popleft()
             if drawn.ready is not None:
                 drawn.ready.synchronize()
+            ended = []
             for row, (token, logprob) in zip(drawn.rows, drawn.values.tolist(), strict=False):
                 if row.finish_reason is not None:
                     continue  # it ended while this step was on its way
@@ -223,18 +224,21 @@ class EmbeddedSampler:
                 elif len(row.tokens) == row.group.request.max_new_tokens:
                     row.finish_reason = "length"
                 if row.finish_reason is not None:
-                    with self._lock:
-                        self._end(row)
+                    ended.append(row)
                 yield row, row.tokens[-1]
+            if ended:
+                with self._lock:
+                    self._end(ended)
 
-    def _end(self, row: Row) -> None:
-        """A row has ended: its slot and blocks are free, its full blocks known to later turns."""
-        self._state.end(row)
-        if not self.deterministic and set(row.versions) == {self.version}:
-            known = [*row.group.request.prompt, *row.tokens[:-1]]  # the last token's keys are not needed, and not there
-            self._pool.register(known, row.blocks, self.version)
-        self._pool.release(row.blocks)
-        row.blocks = []
+    def _end(self, rows: list[Row]) -> None:
+        """Rows have ended: their slots and blocks are free, their full blocks known to later turns."""
+        self._state.end(rows)
+        for row in rows:
+            if not self.deterministic and set(row.versions) == {self.version}:
+                known = [*row.group.request.prompt, *row.tokens[:-1]]  # the last token's keys: not needed, not there
+                self._pool.register(known, row.blocks, self.version)
+            self._pool.release(row.blocks)
+            row.blocks = []
 
     def _abandon(self, groups: list[Group]) -> None:
         """Nothing of these runs any more, whatever happened."""

@@ -12,7 +12,8 @@ On the device a slot is a line of int64 numbers, which the decoding step reads a
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import groupby
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     slot: int = -1
     noise: Tensor | None = None
-    """FP64 [max_new_tokens]: of each of its tokens."""
+    """FP64 [max_new_tokens or more]: of each of its tokens."""
 
     def result(self) -> Sample:
         """As the user gets it."""
@@ -118,7 +119,7 @@ class Noise:
         key, sample, begin = torch.tensor(words, dtype=torch.int64).to(self._device)[:, :, None].unbind(1)
         position = begin + torch.arange(longest, device=self._device)
         for row, noise in zip(rows, uniforms(self._seed, key, sample, position), strict=True):
-            row.noise = noise[: row.group.request.max_new_tokens]
+            row.noise = noise
 
 
 class Slots:
@@ -144,29 +145,44 @@ class Slots:
         for row in rows:
             row.slot = len(self.rows)
             self.rows.append(row)
-            line = self._noise_lines.pop()
-            self._noise_of[row] = line
-            assert row.noise is not None
-            self.noise[line, : len(row.noise)] = row.noise
+            line = self._noise_of[row] = self._noise_lines.pop()
             table = row.blocks + [0] * (self.table - len(row.blocks))
             lines.append([0, row.group.length, row.group.length, line, *table])
         begin = len(self.rows) - len(rows)
         part = self.lines[begin : len(self.rows)]
         part.copy_(torch.tensor(lines, dtype=torch.int64), non_blocking=True)
         part[:, TOKEN] = tokens
+        for length, alike in groupby(rows, key=_noise_length):  # made together: equally long
+            few = list(alike)
+            where = self._sent([self._noise_of[row] for row in few])
+            self.noise[where, :length] = torch.stack([row.noise for row in few if row.noise is not None])
 
-    def end(self, row: Row) -> None:
-        """Free a row's slot; the last row takes it."""
-        last = self.rows.pop()
-        if last is not row:
-            self.rows[row.slot] = last
-            self.lines[row.slot] = self.lines[last.slot]
-            last.slot = row.slot
-        self.lines[len(self.rows)] = 0
-        row.slot = -1
-        self._noise_lines.append(self._noise_of.pop(row))
+    def end(self, rows: Sequence[Row]) -> None:
+        """Free rows' slots; the last running rows take them."""
+        moved: dict[Row, int] = {}  # from which slot
+        for row in rows:
+            last = self.rows.pop()
+            if last is not row:
+                moved.setdefault(last, last.slot)
+                self.rows[row.slot] = last
+                last.slot = row.slot
+            moved.pop(row, None)
+            row.slot = -1
+            self._noise_lines.append(self._noise_of.pop(row))
+        if moved:  # to slots that stay, from such as do not
+            to, of = self._sent([[row.slot for row in moved], list(moved.values())]).unbind()
+            self.lines[to] = self.lines[of]
+        self.lines[len(self.rows) : len(self.rows) + len(rows)] = 0
+
+    def _sent(self, numbers: list[Any]) -> Tensor:
+        """int64 on the device; the host does not wait for what the device is at."""
+        return torch.tensor(numbers, dtype=torch.int64).to(self.lines.device, non_blocking=True)
 
     def clear(self) -> None:
         """Nobody runs."""
-        while self.rows:
-            self.end(self.rows[-1])
+        self.end(list(self.rows))
+
+
+def _noise_length(row: Row) -> int:
+    assert row.noise is not None
+    return len(row.noise)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.configs.schema_rl import AlgorithmConfig, Overlong, RlTeacherConfig
 from lowbit.data.batch import Batch
-from lowbit.rl.losses import Tokens, accepted, token_weights
+from lowbit.rl.losses import Tokens, accepted, rejects, token_weights
 from lowbit.rl.packing import Place, empty_batch, pack, with_weights
 from lowbit.rl.rollout import Conversation
 
@@ -90,11 +90,12 @@ def counting(conversation: Conversation, algorithm: AlgorithmConfig, teacher: Rl
             a + teacher.coefficient * (theirs - c.logprobs[i])
             for a, theirs, i in zip(own, c.teacher, drawn, strict=True)
         ]
-    mask = torch.full((len(drawn),), learned)
-    if learned and c.proximal is not None and drawn:
+    mask = [learned] * len(drawn)
+    if learned and c.proximal is not None and drawn and rejects(algorithm):
         q = torch.tensor([c.logprobs[i] for i in drawn])
-        mask &= accepted(torch.tensor(c.proximal), q, torch.zeros(len(drawn), dtype=torch.int64), 1, algorithm)
-    return Counting(mask.tolist(), advantage)
+        one = torch.zeros(len(drawn), dtype=torch.int64)
+        mask = accepted(torch.tensor(c.proximal), q, one, 1, algorithm).tolist()
+    return Counting(mask, advantage)
 
 
 def is_stale(conversation: Conversation, version: int) -> bool:

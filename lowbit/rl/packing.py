@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,21 +72,21 @@ def pack(
 def _batch(
     conversations: Sequence[Sequence[int]], placed: list[list[tuple[int, int]]], length: int, rows: int, filler: int
 ) -> tuple[Batch, list[Place]]:
-    tokens = torch.full((rows, length), filler, dtype=torch.int64)
-    targets = tokens.clone()
-    start = torch.arange(length, dtype=torch.int32).expand(rows, length).contiguous()
-    limit, position = start + 1, torch.zeros_like(start)
+    tokens = np.full((rows, length), filler, dtype=np.int64)
+    targets = tokens.copy()
+    start = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    limit, position = start + 1, np.zeros_like(start)
     places = []
     for row, items in enumerate(placed):
         for item, begin in items:
-            ids = torch.tensor(conversations[item], dtype=torch.int64)
-            here = slice(begin, begin + len(ids) - 1)
-            tokens[row, here], targets[row, here] = ids[:-1], ids[1:]
-            limit[row, here] = here.stop
-            position[row, here] = torch.arange(len(ids) - 1, dtype=torch.int32)
+            ids = np.asarray(conversations[item], dtype=np.int64)
+            end = begin + len(ids) - 1
+            tokens[row, begin:end], targets[row, begin:end] = ids[:-1], ids[1:]
+            limit[row, begin:end] = end
+            position[row, begin:end] = start[0, : end - begin]
             places.append(Place(item, row, begin))
-    seen = Visibility(start, limit, position).with_ends()
-    return Batch(tokens, targets, torch.zeros(rows, length), seen, 0), places
+    seen = Visibility(*(torch.from_numpy(part) for part in (start, limit, position))).with_ends()
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.zeros(rows, length), seen, 0), places
 
 
 def empty_batch(length: int, rows: int, filler: int) -> Batch:
