@@ -17,28 +17,32 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+MEMCHECK = ("--report-api-errors", "no")
+"""PyTorch asks the driver for things that it may refuse."""
+BITS = "tests/quant/test_triton_blocks.py::test_a_gpu_gives_the_references_bits"
 SUBJECTS = {
-    "quantisers": ("tests/quant/test_triton_blocks.py", "gives_the_references_bits and (MXFP8 or NVFP4_POW2_EDEN)"),
-    "quantisers-2": ("tests/quant/test_triton_blocks.py", "gives_the_references_bits and (NVFP4_2D or INT8_ROW)"),
-    "signs": ("tests/quant/test_triton_blocks.py", "signs or nan_and_infinity"),
-    "fp8-codes": ("tests/quant/backends/test_backends_gpu.py", "codes_are_the_references and not compiled"),
-    "squinch": ("tests/comm/test_codecs.py", "kernels and squinch"),
-    "head-norm-rope": ("tests/models/test_kernels_gpu.py", "head_norm_rope and strided"),
-    "add-norm": ("tests/models/test_kernels_gpu.py", "add_norm"),
-    "packed": ("tests/infer/test_packed.py", "the_kernel_on_a_gpu"),
-    "attention": ("tests/infer/test_attention_kernels.py", "on_a_gpu and bfloat16"),
-    "fused": ("tests/infer/test_fused.py", "the_parts_on_a_gpu"),
-    "draw": ("tests/infer/test_sampling.py", "the_kernels_on_a_gpu"),
-    "distill": ("tests/distill/test_kernels.py", "on_a_gpu and not large"),
+    "quantiser-mxfp8": (f"{BITS}[MXFP8]",),
+    "quantiser-eden": (f"{BITS}[NVFP4_POW2_EDEN]",),
+    "quantiser-2d": (f"{BITS}[NVFP4_2D]",),
+    "quantiser-int8": (f"{BITS}[INT8_ROW]",),
+    "signs": ("tests/quant/test_triton_blocks.py", "-k", "signs or nan_and_infinity"),
+    "fp8-codes": ("tests/quant/backends/test_backends_gpu.py", "-k", "codes_are_the_references"),
+    "squinch": ("tests/comm/test_codecs.py", "-k", "kernels and squinch"),
+    "head-norm-rope": ("tests/models/test_kernels_gpu.py", "-k", "head_norm_rope and strided"),
+    "add-norm": ("tests/models/test_kernels_gpu.py", "-k", "add_norm"),
+    "packed": ("tests/infer/test_packed.py", "-k", "the_kernel_on_a_gpu"),
+    "attention": ("tests/infer/test_attention_kernels.py", "-k", "on_a_gpu and bfloat16"),
+    "fused": ("tests/infer/test_fused.py", "-k", "the_parts_on_a_gpu"),
+    "draw": ("tests/infer/test_sampling.py", "-k", "the_kernels_on_a_gpu"),
+    "distill": ("tests/distill/test_kernels.py", "-k", "on_a_gpu and not large"),
 }
-"""Of each subject: a file of tests, and which of them (pytest's -k)."""
+"""Of each subject: which tests, as pytest takes them."""
 
 
 def sanitized(name: str, tool: str, seconds: float) -> tuple[str, bool]:
     """A line about a subject under a tool, and whether all is well."""
-    file, which = SUBJECTS[name]
-    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-n", "0", "-p", "no:cacheprovider", file, "-k", which]
-    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", *tests]
+    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-n", "0", "-p", "no:cacheprovider", *SUBJECTS[name]]
+    command = ["compute-sanitizer", "--tool", tool, *(() if tool != "memcheck" else MEMCHECK), *pytest]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     shown = f"{name:<16} {tool:<10}"
     try:
