@@ -80,6 +80,8 @@ def unpack(rows: tuple[StoredRows, ...], length: int) -> SparseTargets:
     The average of their entropies makes the reported divergence the average of the divergences from each.
     """
     found = [reader(r.layout, r.words.device)(r.words, r.starts, length) for r in rows]
+    if len(found) == 1:  # nothing to put together
+        return SparseTargets(found[0].ids.flatten(0, 1), found[0].weights.flatten(0, 1), found[0].entropy.flatten())
     share = 1.0 / len(found)
     return SparseTargets(
         torch.cat([d.ids.flatten(0, 1) for d in found], dim=1),
