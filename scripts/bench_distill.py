@@ -3,11 +3,14 @@
     python scripts/bench_distill.py quality OUT KEY=VALUE ...  # a teacher, its caches, a student of each; paired seeds
     python scripts/bench_distill.py speed OUT KEY=VALUE ...    # caching over the teacher's forward; training over CE's
     python scripts/bench_distill.py speed OUT ... --profile    # and the parts of caching on a GPU, and its kernels
+    python scripts/bench_distill.py training OUT ...           # training over CE's alone
     python scripts/bench_distill.py size OUT CACHE ...         # bytes a position of caches, and at a 128k vocabulary
 
 Settings are those of `lowbit distill` (teacher.path names a trained teacher; else one is trained in OUT/teacher and
 kept). Every student of a seed sees the same samples in the same order from the same initial weights; only its targets
 differ: `full` has the teacher's whole distribution online, `ce` the text alone, ESTIMATOR-K a cache of K targets.
+
+Speed of training: runs from the cache and plain ones, whose batches come from the loader of pretraining, in turns.
 """
 
 import argparse
@@ -29,6 +32,7 @@ from lowbit.configs.schema_distill import DistillConfig, Estimator
 from lowbit.configs.validate_distill import student_tokens, validate_distill
 from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset, prepare_data
+from lowbit.data.loader import Loader
 from lowbit.distill import run as distill
 from lowbit.distill.calibration import compare
 from lowbit.distill.codec import Layout
@@ -45,7 +49,10 @@ from lowbit.trainer.distributed import ALONE
 from lowbit.trainer.hardware import device_name, pick_device
 from lowbit.trainer.loaded import load_run
 from lowbit.trainer.objective import NextToken, Objective, ObjectiveOutput
-from lowbit.trainer.run import execute
+from lowbit.trainer.run import Pretraining, execute
+
+ROUNDS = 2
+"""Turns of the runs whose speed is compared."""
 
 
 class FullLoss(torch.autograd.Function):
@@ -94,17 +101,33 @@ class Student(Distillation):
     """A student of a cache's samples with an objective of its own."""
 
     objective: Objective | None = None
+    plain = False
+    """The batches of pretraining, in which there is no cache."""
+
+    def _make_loader(self) -> Loader:
+        cached = super()._make_loader()
+        if not self.plain:
+            return cached
+        cached.close()
+        return Pretraining._make_loader(self)
 
     def _make_objective(self) -> Objective:
         return self.objective or super()._make_objective()
 
 
-def train(config: DistillConfig, cache: Path, run_dir: Path, device: torch.device, objective: Objective | None) -> None:
+def train(
+    config: DistillConfig,
+    cache: Path,
+    run_dir: Path,
+    device: torch.device,
+    objective: Objective | None,
+    plain: bool = False,
+) -> None:
     """A whole run."""
 
     def make() -> Student:
         student = Student(config, cache, run_dir, ALONE, device)
-        student.objective = objective
+        student.objective, student.plain = objective, plain
         return student
 
     execute(make, run_dir, ALONE)
@@ -206,14 +229,14 @@ IN_TURN = 8
 """Micro-batches that are timed together: the device has work while the host prepares the next."""
 
 
-def speed(config: DistillConfig, out: Path, profile: bool) -> dict[str, Any]:
+def speed(config: DistillConfig, out: Path, profile: bool, caching: bool = True) -> dict[str, Any]:
     """What caching adds to the teacher's forward pass (head included), and distilled steps against plain ones."""
     device = pick_device(config.device)
     config = distill.with_teacher(config, out, ALONE, device)
     teacher = open_teacher(config.teacher, config.engine, device)
     data = prepare_data(config.data, print)
     result: dict[str, Any] = {"on": device_name(device)}
-    for estimator in Estimator:
+    for estimator in Estimator if caching else ():
         settings = replace(config, cache=replace(config.cache, estimator=estimator))
         maker = CacheMaker(out / "unused", settings, 1, teacher, data)
         [batch] = maker._loader.next_step()
@@ -230,24 +253,36 @@ def speed(config: DistillConfig, out: Path, profile: bool) -> dict[str, Any]:
             result[f"parts {estimator.value}"] = found = parts(maker, batch)
             print(f"{estimator.value}, ms of a micro-batch:", "  ".join(f"{k} {v:.3f}" for k, v in found.items()))
             show_kernels(partial(cached, maker, batch, 1), 25)
-    tokens = config.cache.tokens or student_tokens(config)
-    cache = CacheMaker(out / "cache-speed", config, tokens, teacher, data).make()
-    for name, objective in (("ce", NextToken(config.optim.z_loss)), ("distilled", None)):
-        run_dir = out / f"speed-{name}"
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        train(replace(config, logging=replace(config.logging, every_steps=5)), cache.folder, run_dir, device, objective)
-        metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        timed = [r for r in metrics if r["step"] > 10 and "tokens_per_second" in r]
-        result[name] = {
-            "tokens_per_second": statistics.median(r["tokens_per_second"] for r in timed),
-            "data_wait": statistics.median(r["time/data"] for r in timed),
-            "memory_gib": metrics[-1].get("memory_gib"),
-        }
-    result["training"] = result["distilled"]["tokens_per_second"] / result["ce"]["tokens_per_second"]
-    result["reading"] = reading(cache, device)
+    result |= training(config, out, teacher, data)
     write(out / "speed.json", result)
     return result
+
+
+def training(config: DistillConfig, out: Path, teacher: Teacher, data: Dataset) -> dict[str, Any]:
+    """Steps from the cache against plain ones: medians of runs that take turns."""
+    device = pick_device(config.device)
+    tokens = config.cache.tokens or student_tokens(config)
+    cache = CacheMaker(out / "cache-speed", config, tokens, teacher, data).make()
+    config = replace(config, logging=replace(config.logging, every_steps=5))
+    rows: dict[str, list[dict[str, Any]]] = {"ce": [], "distilled": []}
+    for turn in range(ROUNDS):
+        for name, found in rows.items():
+            run_dir, plain = out / f"speed-{name}-{turn}", name == "ce"
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            train(config, cache.folder, run_dir, device, NextToken(config.optim.z_loss) if plain else None, plain)
+            metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+            found += [r for r in metrics if r["step"] > 10 and "tokens_per_second" in r]
+    result: dict[str, Any] = {
+        name: {
+            "tokens_per_second": statistics.median(r["tokens_per_second"] for r in found),
+            "data_wait": statistics.median(r["time/data"] for r in found),
+            "memory_gib": found[-1].get("memory_gib"),
+        }
+        for name, found in rows.items()
+    }
+    result["training"] = result["distilled"]["tokens_per_second"] / result["ce"]["tokens_per_second"]
+    return result | {"reading": reading(cache, device)}
 
 
 @torch.no_grad()
@@ -327,7 +362,7 @@ def size(paths: list[Path]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("quality", "speed", "size"))
+    parser.add_argument("what", choices=("quality", "speed", "training", "size"))
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--students", default="full,varopt-16,topk-16,gumbel-16,multinomial-16,varopt-6,topk-6,ce")
@@ -341,8 +376,8 @@ def main() -> None:
         return
     config = compose_for(DISTILL, args.overrides)
     validate_distill(config)
-    if args.what == "speed":
-        print(json.dumps(speed(config, args.out, args.profile), indent=1))
+    if args.what in ("speed", "training"):
+        print(json.dumps(speed(config, args.out, args.profile, args.what == "speed"), indent=1))
         return
     rows = quality(config, args.out, args.students.split(","), [int(s) for s in args.seeds.split(",")])
     print_quality(rows)
