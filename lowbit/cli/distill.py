@@ -1,5 +1,6 @@
 """`lowbit distill`: a teacher's cache, students from it, and looking into caches."""
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,11 +87,13 @@ def verify(
     device: Device = "auto",
 ) -> None:
     """Compare every shard with its SHA-256, and random rows with what the teacher says."""
-    from lowbit.distill.inspect import rescore
+    from lowbit.distill.inspect import rescore, unchecked
     from lowbit.distill.shards import open_cache
 
     found = open_cache(path, verify=True)
     print(f"{path}: {len(found.shards)} shards match their SHA-256")
+    if warning := unchecked(found, samples):
+        print(f"{path}: {warning}", file=sys.stderr)
     if samples:
         again = rescore(found, samples, seed, device, teacher)
         print(

@@ -81,6 +81,21 @@ def statistics(cache: Cache, folder: Path) -> list[str]:
     ]
 
 
+def unchecked(cache: Cache, samples: int) -> str | None:
+    """What `verify`, re-scoring so many samples, cannot vouch for, in a line; None if it is nothing."""
+    if "identity_sha256" in cache.manifest:
+        return None
+    found = (
+        f"edits of them only rows that the teacher reads again, here {samples} samples, show"
+        if samples
+        else "edits of them are not looked for; --samples 64 finds them"
+    )
+    return (
+        f"its manifest is of an earlier version, without a hash of its settings: {found}; a cache made anew by "
+        "`lowbit distill cache` has one"
+    )
+
+
 def rescore(cache: Cache, samples: int, seed: int, device: str, teacher_path: str | None = None) -> Rescored:
     """Have the teacher read random samples again and compare with the stored rows.
 

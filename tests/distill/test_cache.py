@@ -18,7 +18,9 @@ import forked
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from lowbit.cli.distill import app
 from lowbit.configs.schema import TokenizerConfig, TokenizerKind
 from lowbit.configs.schema_distill import DistillConfig, Estimator
 from lowbit.configs.stored import save_config
@@ -579,6 +581,20 @@ def test_an_edited_identity_is_not_verified_without_its_hash(made: Path, change:
     edit(made, lambda m: (m["identity"].update(change), m.pop("identity_sha256")))
     with pytest.raises(DataError, match=r"16 of 16 re-scored samples differ"):
         rescore(open_cache(made), 16, 1, "cpu")
+
+
+@pytest.mark.parametrize("samples", [0, 4])
+def test_verify_says_what_it_does_not_check(made: Path, samples: int) -> None:
+    """Of a cache of an earlier version, one line; of one with the hash of its identity, nothing."""
+    command = ["verify", str(made), "--samples", str(samples), "--device", "cpu"]
+    quiet = CliRunner().invoke(app, command)
+    edit(made, lambda m: m.pop("identity_sha256"))
+    told = CliRunner().invoke(app, command)
+    assert (quiet.exit_code, told.exit_code, quiet.stderr) == (0, 0, ""), told.output
+    assert told.stdout == quiet.stdout and told.stderr.count("\n") == 1
+    assert told.stderr.startswith(f"{made}: its manifest is of an earlier version, without a hash of its settings: e")
+    assert ("--samples 64 finds them" in told.stderr) == (samples == 0)
+    assert ("only rows that the teacher reads again, here 4 samples, show" in told.stderr) == (samples > 0)
 
 
 def test_a_cache_is_verified_from_any_folder(
