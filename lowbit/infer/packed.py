@@ -37,7 +37,7 @@ PAYING = (4,)
 """Bits an element. With 8 the kernel is faster than BF16 at one row, not at 16 (docs/LOG.md); no step was timed."""
 FEW_ROWS = 16
 """Most rows for which the packed form multiplies."""
-CHECKED = ((192, 8192), (208, 640), (16_400, 128))
+CHECKED = ((192, 8192), (208, 640), (4_112, 128), (16_400, 128))
 """Rows and columns of the check's weights: between them products are cut in every way that there is for few rows."""
 
 

@@ -39,7 +39,10 @@ def show(bits: int, scaled: bool, shape: packed.Shape) -> None:
 
 if __name__ == "__main__":
     shapes = {
-        packed.shape_of(rows, tiles, steps) for rows in (1, 16, 32, 64) for tiles in (256, 2048) for steps in (32, 112)
+        packed.shape_of(rows, tiles, steps)
+        for rows in (1, 16, 32, 64)
+        for tiles in (256, 384, 2048)
+        for steps in (32, 112)
     }
     for shape in sorted(shapes):
         show(4, True, shape)

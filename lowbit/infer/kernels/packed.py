@@ -78,9 +78,9 @@ def shape_of(rows: int, tiles: int, steps: int) -> Shape:
     x_tiles = triton.next_power_of_2(triton.cdiv(rows, X_TILE))
     many = tiles >= 1024
     if x_tiles == 1:
-        return Shape(1, 2, 1, 4) if many else Shape(1, 1, 1, 8)
+        return Shape(1, 2, 1, 4) if many else Shape(1, 1, 1, 8, ahead=2 if tiles > 256 else 4)
     if x_tiles == 2:
-        return Shape(2, 2, 2, 4) if many else Shape(1, 1 if steps >= 64 else 2, 2, 8)
+        return Shape(2, 2, 2, 4) if many else Shape(1, 1, 2, 8 if steps >= 64 else 4, ahead=3)
     return Shape(1, 4 if many else 2, x_tiles, 8)
 
 
