@@ -269,7 +269,7 @@ class CacheMaker:
                 shard = self._record(number)
                 try:
                     if shard is not None and number not in ours:
-                        require_hash(self.folder, shard)
+                        require_hash(self.folder, shard, "it is made again")
                 except DataError as error:
                     logger.warning("%s", error)
                     shard = None

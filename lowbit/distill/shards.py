@@ -434,6 +434,6 @@ def require_size(folder: Path, shard: Shard) -> None:
     check_size(folder / shard.file, shard.bytes, _AGAIN)
 
 
-def require_hash(folder: Path, shard: Shard) -> None:
-    """Read a shard. Raises DataError when it is not the one that was written."""
-    check_hash(folder / shard.file, shard.bytes, shard.sha256, _AGAIN)
+def require_hash(folder: Path, shard: Shard, again: str) -> None:
+    """Read a shard. Raises DataError, which ends with `again` (what to do), when it is not the one that was written."""
+    check_hash(folder / shard.file, shard.bytes, shard.sha256, again)

@@ -171,7 +171,10 @@ def test_a_shard_edited_between_two_runs_is_made_again(
     path = folder / "shard-00001.targets"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     maker(folder).make()
-    assert "shard-00001.targets was edited or damaged" in caplog.text
+    assert (
+        "shard-00001.targets was edited or damaged: its SHA-256 is not the manifest's; it is made again" in caplog.text
+    )
+    assert "delete" not in caplog.text
     assert contents(folder) == contents(tmp_path / "whole")
 
 
