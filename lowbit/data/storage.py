@@ -60,9 +60,11 @@ def write_error(path: Path, error: OSError, needed: int = 0) -> DataError:
         free = f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB free"
     except OSError:
         free = "free space unknown"
+    # less is of small files, of which one does not know what else they stand for
+    wanted = f"about {needed / 1e6:.1f} MB are needed there; " if needed >= 50_000 else ""
     return DataError(
-        f"disk full while writing {path} ({error.strerror}; {free}): about {max(needed, 1) / 1e6:.1f} MB are needed "
-        "there; free some, or set data.cache_dir to a larger disk and run again (what is finished is kept)"
+        f"disk full while writing {path} ({error.strerror}; {free}): {wanted}free some, or set "
+        "data.cache_dir to a larger disk and run again (what is finished is kept)"
     )
 
 
