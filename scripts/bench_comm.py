@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Row, gpu_seconds, print_table, write
+from measure import Row, gpu_seconds, print_table, told, write
 from shaped_network import ShapedNetwork, sent_bytes, why_not
 from torch import Tensor
 
@@ -386,4 +386,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import gpu_seconds, show_kernels, wall_seconds, write
+from measure import gpu_seconds, show_kernels, told, wall_seconds, write
 from torch import Tensor
 
 from lowbit.configs.compose import compose_for
@@ -385,4 +385,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

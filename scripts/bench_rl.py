@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import print_table, write
+from measure import print_table, told, write
 from rl_reward import Results, Wanted, fill, show
 from rl_sides import plain_start, with_pair
 
@@ -53,6 +53,7 @@ from lowbit.configs.compose import compose_for
 from lowbit.configs.overrides import RL
 from lowbit.configs.schema_rl import Correction, RlConfig
 from lowbit.configs.validate_rl import validate_rl
+from lowbit.errors import ConfigError
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.models.transformer import Transformer
 from lowbit.quant.resolve import resolve
@@ -65,7 +66,7 @@ from lowbit.rl.rollout import Collector, Conversation
 from lowbit.rl.run import train
 from lowbit.rl.task_run import run_config, tokenizer_of
 from lowbit.rl.tasks import Split, make_task
-from lowbit.trainer.hardware import compute_dtype, device_name, pick_device
+from lowbit.trainer.hardware import compute_dtype, device_name, find_device, pick_device
 from lowbit.trainer.imported import begin_from
 from lowbit.trainer.jsonl import read_rows
 from lowbit.trainer.loaded import build_model
@@ -184,16 +185,32 @@ def picture_of_matrix(cells: list[dict[str, Any]], path: Path, title: str) -> No
 
 def overlap(config: RlConfig, out: Path, other: str, staleness: int) -> dict[str, Any]:
     """The same run with one device and with two, synchronous and ahead."""
-    config = plain_start(config, out)
     config = replace(config, logging=replace(config.logging, every_steps=1))
-    found = []
+    runs: dict[Path, RlConfig] = {}
     for ahead in (0, staleness):
         for device in ("", other):
             folder = out / f"{device.replace(':', '') or 'same'}-{ahead}"
-            train(replace(config, rollout=replace(config.rollout, device=device, staleness=ahead)), folder)
-            found.append({"sampler": device or "trainer's", "staleness": ahead} | pace(folder))
+            runs[folder] = replace(config, rollout=replace(config.rollout, device=device, staleness=ahead))
+    check(runs)
+    begun = plain_start(config, out)
+    found = []
+    for folder, run in runs.items():
+        train(replace(begun, rollout=run.rollout), folder)
+        found.append({"sampler": run.rollout.device or "trainer's", "staleness": run.rollout.staleness} | pace(folder))
     print_table(found)
     return {"rows": found, "device": device_name(pick_device(config.device)), "model": config.model.name}
+
+
+def check(runs: dict[Path, RlConfig]) -> None:
+    """Raises ConfigError before anything is trained, where a run could not be, or would be an earlier call's."""
+    for folder, run in runs.items():
+        validate_rl(run)
+        if run.rollout.device:
+            find_device(run.rollout.device, "--other")
+        if folder.exists():
+            raise ConfigError(f"{folder} is there already, maybe with other settings: give another OUT")
+        if run.max_steps is not None and run.max_steps < 4:
+            raise ConfigError(f"max_steps={run.max_steps}: the last half of the steps is timed; 20 would do")
 
 
 def pace(folder: Path) -> dict[str, Any]:
@@ -271,4 +288,4 @@ def keep(given: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

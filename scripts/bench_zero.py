@@ -15,10 +15,11 @@ import statistics
 from pathlib import Path
 
 import torch
-from measure import Row, print_table, write
+from measure import Row, print_table, told, write
 
 from lowbit.configs.compose import compose
 from lowbit.configs.schema import RunConfig
+from lowbit.configs.validate import validate
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.launch import open_ranks
 from lowbit.trainer.run import Pretraining
@@ -101,7 +102,11 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences of 2048")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
+    if args.steps < WINDOW or args.steps % WINDOW or args.micro_batch < 1:
+        parser.error(f"--steps must be a multiple of {WINDOW}, and --micro-batch at least 1")
     found = configurations(args)
+    for config in found.values():  # before the first is measured
+        validate(config)
     rows: list[Row] = []
     with open_ranks(next(iter(found.values()))) as (ranks, device):
         for (model, stage, comm), config in found.items():
@@ -114,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

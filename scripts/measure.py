@@ -7,12 +7,15 @@ import json
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from lowbit.errors import LowbitError
 
 Row = dict[str, Any]
 
@@ -59,6 +62,14 @@ def show_kernels(run: Callable[[], object], count: int) -> None:
     events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
     for event in events[:count]:
         print(f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d} times  {event.key[:90]}")
+
+
+def told(main: Callable[[], object]) -> None:
+    """Run a script; an error that names what to do is one line."""
+    try:
+        main()
+    except LowbitError as error:
+        raise SystemExit(f"{Path(sys.argv[0]).stem}: {error}") from None
 
 
 def print_table(rows: list[Row]) -> None:

@@ -63,7 +63,7 @@ def train(config: RlConfig, run_dir: Path) -> RunResult:
 def train_on(config: RlConfig, run_dir: Path, ranks: Ranks, device: torch.device) -> RunResult:
     """The same on ranks that have found each other already."""
     if config.rollout.device:
-        find_device(config.rollout.device)  # a mistake is told before the warm start
+        find_device(config.rollout.device, "rollout.device")  # a mistake is told before the warm start
     if config.warm_start.steps:
         folder = run_dir / "warm_start"
         if ranks.share(not (run_dir / "checkpoints").is_dir() if ranks.first else None):

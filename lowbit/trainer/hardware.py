@@ -60,20 +60,20 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def find_device(name: str) -> torch.device:
-    """The same, and the current device stays. Raises ConfigError for a device that is not there."""
+def find_device(name: str, key: str = "device") -> torch.device:
+    """The same, and the current device stays. Raises ConfigError for a device that is not there, which names `key`."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
-        raise ConfigError(f"device={name}: must be auto, cpu, cuda or cuda:N; cuda:0 would work")
+        raise ConfigError(f"{key}={name}: must be auto, cpu, cuda or cuda:N; cuda:0 would work")
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
-            raise ConfigError(f"device={name}, but PyTorch sees no CUDA device: set device=cpu, or see `lowbit doctor`")
+            raise ConfigError(f"{key}={name}, but PyTorch sees no CUDA device: set {key}=cpu, or see `lowbit doctor`")
         device = torch.device("cuda", device.index or 0)
         if device.index >= count:
-            raise ConfigError(f"device={name}, but the CUDA devices here are 0 to {count - 1}: see `lowbit doctor`")
+            raise ConfigError(f"{key}={name}, but the CUDA devices here are 0 to {count - 1}: see `lowbit doctor`")
     return device
 
 

@@ -52,3 +52,10 @@ def test_codec_table(tmp_path: Path) -> None:
 def test_says_why_namespaces_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "not installed" in str(shaped_network.why_not())
+
+
+def test_a_bucket_is_one_piece_on_a_gpu() -> None:
+    """Of DeepSpeed's usual size, 50 million values and what fills them up; a CPU cuts it."""
+    for ranks in (2, 4, 8, 64):
+        assert len(pieces(50_000_000, piece_length(ranks, on_gpu=True))) == 1
+        assert len(pieces(50_000_000, piece_length(ranks, on_gpu=False))) > 10

@@ -164,3 +164,29 @@ def test_rewards_of_two_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (tmp_path / "reward.png").stat().st_size > 10_000
     again = bench(monkeypatch, tmp_path, "reward", *wanted, "--corrections", "tis")["runs"]
     assert again == runs
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--staleness", "-1"), "rollout.staleness=-1"),
+        (("deterministic=true",), "deterministic=true"),
+        (("--other", "cuda:99"), "--other=cuda:99"),
+        (("max_steps=3",), "max_steps=3"),
+    ],
+)
+def test_overlap_checks_all_of_its_runs_before_the_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: list[str], given: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        bench(monkeypatch, tmp_path, "overlap", *(given if "--other" in given else ("--other", "cpu", *given)))
+    assert made == [] and list(tmp_path.iterdir()) == []
+
+
+def test_overlap_does_not_pass_off_runs_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: list[str]
+) -> None:
+    (tmp_path / "same-0").mkdir()
+    with pytest.raises(ConfigError, match=r"same-0 is there already.*give another OUT"):
+        bench(monkeypatch, tmp_path, "overlap", "max_steps=8", "--other", "cpu")
+    assert made == []

@@ -9,6 +9,7 @@ from lowbit.trainer.hardware import (
     MFU_FORMULA,
     device_name,
     fast_bf16,
+    find_device,
     memory_gib,
     mfu,
     peak_flops,
@@ -96,3 +97,5 @@ def test_devices_that_are_none_or_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="device=cuda:2, but the CUDA devices here are 0 to 1"):
         pick_device("cuda:2")
+    with pytest.raises(ConfigError, match=r"^rollout.device=cuda:2, but"):
+        find_device("cuda:2", "rollout.device")
