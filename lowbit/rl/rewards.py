@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from threading import Lock
 
 from lowbit.configs.schema_rl import RewardConfig, TaskConfig
 from lowbit.errors import ConfigError, LowbitError
@@ -120,6 +121,8 @@ class RewardPool:
         """
         self._task, self._config = task, config
         self._seen: set[str] = set()
+        self._one = Lock()
+        """An evaluation and the thread that draws ahead share the workers."""
         self.killed = 0
         """Workers that were killed for a check that took too long."""
         self._workers: list[_Worker] = []
@@ -133,18 +136,19 @@ class RewardPool:
             raise
 
     def score(self, items: Sequence[tuple[Sequence[str], Example]]) -> list[Scored]:
-        """The rewards of conversations, given by the texts of the model's turns, in their order.
+        """The rewards of conversations, given by the texts of the model's turns, in their order; one caller at a time.
 
         Raises: LowbitError when more than `reward.failure_limit` of them have none.
         """
-        found: dict[int, Scored] = {}
-        queue = deque(range(len(items)))
-        while len(found) < len(items):
-            for worker in self._workers:
-                self._feed(worker, queue, items)
-            self._listen(found, queue)
-        scored = [found[i] for i in range(len(items))]
-        self._judge(scored)
+        with self._one:
+            found: dict[int, Scored] = {}
+            queue = deque(range(len(items)))
+            while len(found) < len(items):
+                for worker in self._workers:
+                    self._feed(worker, queue, items)
+                self._listen(found, queue)
+            scored = [found[i] for i in range(len(items))]
+            self._judge(scored)
         return scored
 
     def _feed(self, worker: _Worker, queue: "deque[int]", items: Sequence[tuple[Sequence[str], Example]]) -> None:

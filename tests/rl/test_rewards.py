@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_a_task_checks_in_order() -> None:
     process = pool._workers[0].process
     pool.close()
     assert process.poll() is not None
+
+
+def test_threads_that_score_at_once_get_their_own() -> None:
+    """As an evaluation does while conversations are drawn ahead."""
+    pool = RewardPool(TaskConfig(), RewardConfig())
+
+    def score(text: str) -> list[float | None]:
+        return [scored.reward for _ in range(20) for scored in pool.score([([text], EXAMPLE)] * 50)]
+
+    with ThreadPoolExecutor(2) as threads:
+        right, wrong = threads.map(score, ["052", "53"])
+    pool.close()
+    assert right == [1.0] * 1000 and wrong == [0.0] * 1000
 
 
 def test_a_hang_is_killed_and_costs_one_reward(pool: RewardPool) -> None:
