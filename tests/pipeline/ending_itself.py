@@ -50,7 +50,7 @@ def renamed(path: Path, to: Path) -> str:
     return ""
 
 
-def written(path: Path, content: Any) -> str:
+def written(path: Path, content: Any, needed: int = 0) -> str:
     if path.name.startswith("shard-"):
         return f"record:{int(path.stem.partition('-')[2])}"
     return "cache" if path.name == making.MANIFEST and content["shards"] is not None else ""
