@@ -1,6 +1,7 @@
 """What a model is trained or evaluated on at once."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,20 @@ class Batch:
     """Who attends to whom; None means plain causal attention."""
     valid_tokens: int
     """Targets with weight 1."""
+
+    replayable: ClassVar[bool] = True
+    """Whether `tensors` are all that a pass over it reads, so that a CUDA graph of one serves others."""
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What a pass reads, in an order of its own."""
+        seen = self.visibility
+        masks = (None,) * 4 if seen is None else (seen.start, seen.limit, seen.position, seen.ends)
+        return self.tokens, self.targets, self.weights, *masks
+
+    def clone(self) -> "Batch":
+        """The same in memory of its own."""
+        seen = None if self.visibility is None else self.visibility.clone()
+        return Batch(self.tokens.clone(), self.targets.clone(), self.weights.clone(), seen, self.valid_tokens)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
         """The same on another device; asynchronous from pinned memory."""

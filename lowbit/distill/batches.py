@@ -59,6 +59,15 @@ class DistilledBatch(Batch):
         )
         return DistilledBatch(**vars(plain), rows=rows, teacher=unpack(rows, self.tokens.shape[1]))
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """See `Batch.tensors`: with the targets as the loss reads them, unpacked."""
+        return (*super().tensors(), *(() if self.teacher is None else self.teacher))
+
+    def clone(self) -> "DistilledBatch":
+        """The same in memory of its own, but for the bits, which a pass does not read."""
+        teacher = None if self.teacher is None else SparseTargets(*(tensor.clone() for tensor in self.teacher))
+        return DistilledBatch(**vars(super().clone()), rows=self.rows, teacher=teacher)
+
     def head(self, count: int) -> "DistilledBatch":
         """The first `count` sequences, with their targets."""
         rows = tuple(replace(r, starts=r.starts[:count]) for r in self.rows)

@@ -25,6 +25,8 @@ class RlBatch(Batch):
     drawn: Tokens | None = None
     """What the loss needs of them."""
 
+    replayable = False
+
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "RlBatch":
         """The same on another device."""
         assert self.index is not None and self.drawn is not None

@@ -98,19 +98,19 @@ class MicroBatchGraphs:
         if self._layers is None:
             self._layers = list(lowbit_layers(self.model).values())
         policies = [layer.policy for layer in self._layers]
-        shapes = (*(None if tensor is None else tensor.shape for tensor in _tensors(batch)), *_sizes(batch))
+        shapes = (*(None if tensor is None else tensor.shape for tensor in batch.tensors()), *_sizes(batch))
         for kind in self._kinds:
             if kind.serves(objective, shapes, policies):
                 return kind
         made = _Kind(objective, shapes, policies)
-        if type(batch) is Batch and len(self._kinds) < MOST_GRAPHS:
+        if batch.replayable and len(self._kinds) < MOST_GRAPHS:
             self._kinds.append(made)
         return made
 
     def _capture(self, kind: _Kind, batch: Batch) -> None:
         """Record a pass; nothing of it is executed."""
         self._give_gradients()
-        kind.batch, kind.scale = _copy(batch), torch.zeros((), device=self.device)
+        kind.batch, kind.scale = batch.clone(), torch.zeros((), device=self.device)
         kind.graph = torch.cuda.CUDAGraph()
         pool = next((k.graph.pool() for k in self._kinds if k.graph is not None and k is not kind), None)
         with torch.cuda.graph(kind.graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -138,7 +138,7 @@ class MicroBatchGraphs:
 
 def _replay(kind: _Kind, batch: Batch, scale: float) -> ObjectiveOutput:
     assert kind.graph is not None and kind.batch is not None and kind.scale is not None and kind.out is not None
-    for kept, given in zip(_tensors(kind.batch), _tensors(batch), strict=True):
+    for kept, given in zip(kind.batch.tensors(), batch.tensors(), strict=True):
         if kept is not None and given is not None:
             kept.copy_(given, non_blocking=True)
     kind.scale.fill_(scale)
@@ -146,19 +146,7 @@ def _replay(kind: _Kind, batch: Batch, scale: float) -> ObjectiveOutput:
     return kind.out
 
 
-def _tensors(batch: Batch) -> tuple[Tensor | None, ...]:
-    seen = batch.visibility
-    masks = (None,) * 4 if seen is None else (seen.start, seen.limit, seen.position, seen.ends)
-    return batch.tokens, batch.targets, batch.weights, *masks
-
-
 def _sizes(batch: Batch) -> tuple[int, ...]:
     """How many documents and how long, roundly."""
     seen = batch.visibility
     return () if seen is None or seen.sizes is None else tuple(seen.sizes.tolist())
-
-
-def _copy(batch: Batch) -> Batch:
-    seen = batch.visibility
-    seen = None if seen is None else seen.clone()
-    return Batch(batch.tokens.clone(), batch.targets.clone(), batch.weights.clone(), seen, batch.valid_tokens)

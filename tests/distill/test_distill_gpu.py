@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import tiny_runs
 import torch
 from test_codec import realistic
 from test_student import DAMAGED, spoil
@@ -92,6 +93,31 @@ def test_training_reads_bits_on_the_device(
         config = replace(distillation, device=device)
         results.append(distill.train(config, tmp_path / device).val_bpb)
     assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("estimator", [Estimator.varopt, Estimator.topk])
+def test_a_student_by_graphs_has_the_same_bits(
+    estimator: Estimator,
+    maker: Callable[..., CacheMaker],
+    distillation: DistillConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lowbit.distill import run as distill
+
+    replayed = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replayed.append(1), replay(graph)))
+    maker(Path(distillation.cache.path), estimator=estimator).make()
+    for graphs in (False, True):
+        assert not replayed
+        engine = replace(distillation.engine, cuda_graphs=graphs)
+        distill.train(replace(distillation, device="cuda", engine=engine, max_steps=8), tmp_path / str(graphs))
+    assert len(replayed) > 8
+    plain, found = (tiny_runs.tensors(tmp_path / name) for name in ("False", "True"))
+    assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
+    rows = [[(row["loss"], row["kl"]) for row in tiny_runs.rows(tmp_path / name)] for name in ("False", "True")]
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("kernels", [True, False])

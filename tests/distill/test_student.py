@@ -107,6 +107,25 @@ def test_pinned_and_moved_batches_are_the_same(cache: Cache, dataset: Dataset) -
     assert (first.visibility is None) == (batch.visibility is None) and first.valid_tokens == 64
 
 
+@pytest.mark.parametrize("estimator", Estimator)
+def test_a_copy_into_which_another_batch_is_written_is_that_batch(
+    maker: Make, dataset: Dataset, teacher: Teacher, estimator: Estimator, tmp_path: Path
+) -> None:
+    """As a CUDA graph has it: memory that stays, filled with whatever a pass reads."""
+    cache = maker(tmp_path / "one", estimator=estimator).make()
+    given, other = (batch.to("cpu") for batch in loader(dataset, [cache]).next_step())
+    objective = Distilled(DistillTerms(alpha=0.7), renormalise=estimator is Estimator.topk)
+    found = [objective(teacher.model, batch).loss_sum.item() for batch in (given, other)]
+    assert found[0] != found[1]
+    kept = given.clone()
+    assert kept.replayable and len(kept.tensors()) == len(other.tensors()) == len(given.tensors())
+    for ours, theirs in zip(kept.tensors(), other.tensors(), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            ours.copy_(theirs)
+    assert [objective(teacher.model, batch).loss_sum.item() for batch in (given, kept)] == found
+
+
 # The objective ------------------------------------------------------------------------------------------------
 
 
