@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lowbit.data.batch import Batch
@@ -79,6 +80,10 @@ class SampleOrder:
 class Loader:
     """This rank's micro-batches, step after step, prepared in a background thread."""
 
+    _worker: "_Prefetcher | None" = None
+    _sent: Batch | None = None
+    """The next micro-batch, if it has been sent to its device already."""
+
     def __init__(
         self,
         dataset: Dataset,
@@ -105,7 +110,6 @@ class Loader:
         self._prefetch, self._pin = prefetch, pin
         self._cursor = Cursor(0, seed, dataset.fingerprint)
         self._order = SampleOrder(dataset, seed)
-        self._worker: _Prefetcher | None = None
 
     @property
     def cursor(self) -> Cursor:
@@ -136,11 +140,20 @@ class Loader:
         if self._prefetch:
             if self._worker is None:
                 self._worker = _Prefetcher(self._batches(self._cursor.sample), self._prefetch)
-            step = [self._worker.get() for _ in range(count)]
+            step = [] if self._sent is None else [self._sent]
+            self._sent = None
+            step += [self._worker.get() for _ in range(count - len(step))]
         else:
             step = list(self._step_batches(self._cursor.sample, sequences))
         self._cursor = Cursor(self._cursor.sample + sequences, self._cursor.seed, self._cursor.fingerprint)
         return step
+
+    def send_ahead(self, device: torch.device) -> None:
+        """Send the next step's first micro-batch to a device, if it is prepared: for when the device has other work, so
+        that it need not wait for the host when that step begins. The cursor stays."""
+        if self._worker is not None and self._sent is None:
+            batch = self._worker.get_if_ready()
+            self._sent = None if batch is None else batch.to(device)
 
     def epochs(self) -> dict[str, float]:
         """Passes over each source so far."""
@@ -150,7 +163,7 @@ class Loader:
         """Stop preparing batches. `next_step` may be called again and goes on at the cursor."""
         if self._worker is not None:
             self._worker.close()
-            self._worker = None
+            self._worker = self._sent = None
 
     def _step_size(self, sample: int) -> int:
         sequences, unit = self._sequences_at(sample), self._world * self._micro_batch
@@ -213,6 +226,17 @@ class _Prefetcher:
         if isinstance(item, BaseException):
             self._queue.put(item)  # asked again, it fails again
             raise item
+        return item
+
+    def get_if_ready(self) -> Batch | None:
+        """The next batch, if it is made. What went wrong is left to `get`."""
+        try:
+            item = self._queue.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(item, BaseException):
+            self._queue.put(item)
+            return None
         return item
 
     def close(self) -> None:

@@ -49,6 +49,8 @@ class DistilledBatch(Batch):
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "DistilledBatch":
         """The same on another device, unpacked."""
         plain = super().to(device, non_blocking)
+        if self.teacher is not None and plain.tokens is self.tokens:  # it is there
+            return self
         rows = tuple(
             replace(
                 r,

@@ -150,6 +150,8 @@ class Trainer:
             moments = {name: sums.double() + moments.get(name, 0.0) for name, sums in out.moments.items()}
         engine.ranks.move(f"step {position.step + 1}, gradient norm")
         norm = engine.gradient_norm()
+        if engine.device.type == "cuda":  # which is busy for a while
+            self.loader.send_ahead(engine.device)
         numbers = torch.cat([norm.double()[None], nll.double()[None], *moments.values()])
         grad_norm, *local = numbers.tolist()  # the step's one wait for the device
         loss, *means = (total / valid for total in engine.ranks.sum(local))

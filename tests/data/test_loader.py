@@ -193,6 +193,44 @@ def test_batches_say_where_their_documents_begin(loader: Callable[..., Loader]) 
         assert (seen.ends[len(first) :] == 2 * LENGTH).all()
 
 
+def test_what_is_sent_ahead_is_the_next_step(loader: Callable[..., Loader]) -> None:
+    """Whenever it is asked for; a cursor taken meanwhile is that of the steps given out."""
+    plain = loader()
+    wanted = [rows([plain.next_step()]) for _ in range(6)]
+    ahead = loader(prefetch=3)
+    ahead.send_ahead(torch.device("cpu"))  # nothing is prepared yet
+    for step in range(3):
+        assert rows([ahead.next_step()]) == wanted[step]
+        while ahead._sent is None:  # until the thread has made one
+            ahead.send_ahead(torch.device("cpu"))
+        sent = ahead._sent
+        ahead.send_ahead(torch.device("cpu"))
+        assert ahead._sent is sent
+    cursor = ahead.cursor
+    assert cursor.sample == 36 and ahead.next_step()[0] is sent
+    other = loader(prefetch=3)
+    other.seek(cursor)
+    assert rows([other.next_step()]) == wanted[3]
+    ahead.close()
+    assert [rows([ahead.next_step()]) for _ in range(2)] == wanted[4:]
+    while ahead._sent is None:
+        ahead.send_ahead(torch.device("cpu"))
+    ahead.seek(cursor)
+    assert rows([ahead.next_step()]) == wanted[3]
+    ahead.close()
+    assert ahead._sent is None
+
+
+def test_an_error_ahead_is_raised_where_the_step_is_asked_for(loader: Callable[..., Loader]) -> None:
+    later = loader(sequences_at=lambda s: 12 if s == 0 else 10, prefetch=8)
+    later.next_step()
+    for _ in range(100):
+        later.send_ahead(torch.device("cpu"))
+    assert later._sent is None
+    with pytest.raises(ConfigError, match=r"batch\.sequences=10"):
+        later.next_step()
+
+
 def test_rank_blocks_make_up_the_step(loader: Callable[..., Loader]) -> None:
     reference = loader(micro_batch=12)
     ranks = [loader(micro_batch=3, world=2, rank=r) for r in range(2)]

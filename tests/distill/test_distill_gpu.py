@@ -112,8 +112,8 @@ def test_a_student_by_graphs_has_the_same_bits(
     for graphs in (False, True):
         assert not replayed
         engine = replace(distillation.engine, cuda_graphs=graphs)
-        distill.train(replace(distillation, device="cuda", engine=engine, max_steps=8), tmp_path / str(graphs))
-    assert len(replayed) > 8
+        distill.train(replace(distillation, device="cuda", engine=engine, max_steps=12), tmp_path / str(graphs))
+    assert len(replayed) >= 6  # of those after two as they are
     plain, found = (tiny_runs.tensors(tmp_path / name) for name in ("False", "True"))
     assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
     rows = [[(row["loss"], row["kl"]) for row in tiny_runs.rows(tmp_path / name)] for name in ("False", "True")]
