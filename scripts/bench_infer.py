@@ -37,7 +37,7 @@ from lowbit.configs.schema import ModelConfig, PrecisionConfig
 from lowbit.configs.schema_model import head_dim_of
 from lowbit.infer.arrangement import arranged
 from lowbit.infer.embedded import EmbeddedSampler
-from lowbit.infer.kernels import PACKED_ROWS
+from lowbit.infer.kernels import PACKED_ROWS, chaining
 from lowbit.infer.kv_codec import KvCodec, KvFormat
 from lowbit.infer.packed import FEW_ROWS, product
 from lowbit.infer.requests import Request
@@ -284,7 +284,8 @@ def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
             row["bf16 us"] = 1e6 / copies * _seconds([partial(F.linear, x, w) for w in plain], device)
             if device.type == "cuda" and rows <= PACKED_ROWS:
                 ours = [partial(product, x, data, of_blocks, after) for data, of_blocks in packed]
-                row["packed us"] = 1e6 / copies * _seconds(ours, device)
+                with chaining(True):  # as a step of packed weights has them
+                    row["packed us"] = 1e6 / copies * _seconds(ours, device)
                 row["floor us"] = 1e6 * sum(part.nbytes for part in packed[0]) / BANDWIDTH
                 row["over bf16"] = row["bf16 us"] / row["packed us"]
             found.append(row)
@@ -299,7 +300,7 @@ def cuts(args: argparse.Namespace, model: Transformer) -> list[Row]:
     device = model.head_weight.device
     if device.type != "cuda":
         raise SystemExit("cuts: there is nothing to cut without a GPU, whose kernel this is")
-    from lowbit.infer.kernels.packed import X_TILE, Shape, packed_product, shape_of
+    from lowbit.infer.kernels.packed import Shape, packed_product, shape_of
 
     found: list[Row] = []
     for name, (columns, width) in shapes_of(model.config).items():
@@ -308,13 +309,15 @@ def cuts(args: argparse.Namespace, model: Transformer) -> list[Row]:
         for rows in args.rows:
             x = torch.randn(rows, width, device=device).to(torch.bfloat16)
             usual, here = shape_of(rows, tiles, steps), []
-            for each, groups, warps, ahead in itertools.product((1, 2, 4), (1, 2, 4), (4, 8, 16), (2, 3, 4)):
-                cut = Shape(each, groups, usual.x_tiles, warps, ahead)
-                if cut.stages < ahead or each * usual.x_tiles > 2 * X_TILE:  # no room in shared memory, or in registers
+            choices = itertools.product((1, 2), (1, 2, 4, 8), (2, 4, 8), (2, 3, 4), (1, 2, 4, 8))
+            for each, groups, warps, ahead, splits in choices:
+                cut = Shape(each, groups, usual.x_rows, warps, ahead, splits)
+                if groups > warps or cut.stages < ahead or splits > steps:  # or no room in shared memory
                     continue
                 calls = [partial(packed_product, x, *held, after, shape=cut) for held in packed]
-                seconds = _seconds(calls, device) / len(packed)
-                shown = f"{each} tiles, {groups} groups, {warps} warps, {ahead} ahead"
+                with chaining(True):
+                    seconds = _seconds(calls, device) / len(packed)
+                shown = f"{each} tiles, {groups} groups, {warps} warps, {ahead} ahead, {splits} splits"
                 here.append({"product": name, "rows": rows, "cut": shown, "us": 1e6 * seconds, "usual": cut == usual})
             found += sorted(here, key=lambda row: row["us"])
         print_table(found[-3:])

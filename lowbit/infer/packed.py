@@ -35,10 +35,12 @@ logger = logging.getLogger("lowbit")
 
 PAYING = (4,)
 """Bits an element. With 8 the kernel is faster than BF16 at one row, not at 16 (docs/LOG.md); no step was timed."""
-FEW_ROWS = 16
+FEW_ROWS = 32
 """Most rows for which the packed form multiplies."""
-CHECKED = ((192, 8192), (208, 640), (4_112, 128), (16_400, 128))
-"""Rows and columns of the check's weights: between them products are cut in every way that there is for few rows."""
+CHECKED = ((192, 8192), (208, 640), (16_400, 128))
+CHECKED_ROWS = (1, 5, 16, FEW_ROWS)
+"""Rows and columns of the check's weights, and rows of x: between them products are cut in every way that there is for
+few rows."""
 
 
 def takes(spec: QuantSpec | None) -> bool:
@@ -150,7 +152,7 @@ def wrong(spec: QuantSpec, device: torch.device) -> str | None:
     try:
         for height, columns in CHECKED:
             weight = torch.randn(height, columns, generator=generator)
-            inputs = [torch.randn(n, columns, generator=generator) for n in (1, 5, FEW_ROWS)]
+            inputs = [torch.randn(n, columns, generator=generator) for n in CHECKED_ROWS]
             if (height, columns) == CHECKED[0]:
                 weight, inputs = weight * sizes, [*inputs, *torch.split(ends, FEW_ROWS)]
             if not _agrees(spec, weight, inputs, device):

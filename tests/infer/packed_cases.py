@@ -18,8 +18,9 @@ SPECS = {spec.name: spec for spec in (NVFP4_46, NVFP4, NVFP4_ROW, MXFP8, FP8_ROW
 
 
 CUTS = (
-    *(Shape(1, 1, 2, 4, 3), Shape(2, 2, 1, 4), Shape(1, 4, 2, 4), Shape(2, 4, 2, 8), Shape(1, 1, 1, 8, 2)),
-    *(Shape(1, 2, 1, 4), Shape(2, 2, 2, 4), Shape(1, 1, 2, 8, 3), Shape(1, 4, 4, 8), Shape(1, 4, 8, 8)),
+    *(Shape(1, 1, 1, 8, 3), Shape(1, 2, 1, 4), Shape(1, 4, 8, 4), Shape(2, 2, 8, 4, 3), Shape(1, 1, 8, 4, 3, splits=2)),
+    *(Shape(1, 4, 16, 4, splits=4), Shape(2, 4, 16, 4, 3), Shape(1, 8, 16, 8, splits=3), Shape(1, 2, 16, 4, 2)),
+    *(Shape(1, 4, 32, 4), Shape(1, 4, 64, 4, splits=2)),
 )
 """Ways to cut a product: the usual ones of many rows of weights or many columns, and others."""
 
@@ -58,5 +59,5 @@ if __name__ == "__main__":
     for x in torch.eye(128).bfloat16().split(16):
         compare(spec, x, weights(48, 128), "cpu", False)
     for cut in CUTS if spec in (NVFP4_46, MXFP8) else CUTS[:1]:  # those of four bits, and of eight, are cut alike
-        compare(spec, torch.randn(8 * cut.x_tiles - 1, 640).bfloat16(), weights(144, 640), "cpu", False, cut)
+        compare(spec, torch.randn(max(1, cut.x_rows - 1), 640).bfloat16(), weights(144, 640), "cpu", False, cut)
     print("compared", spec.name)

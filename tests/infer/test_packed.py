@@ -131,12 +131,29 @@ def test_a_kernel_that_is_wrong_or_fails_is_named_and_not_used(
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 def test_the_check_cuts_products_in_every_way() -> None:
     """What a layer of any size is cut into for few rows, the check before it is used has tried."""
+    from lowbit.infer.kernels.packed import Shape, shape_of
+
+    def cut(rows: int, tiles: int, steps: int) -> Shape:
+        """How many programs share the steps is no kind of its own."""
+        shape = shape_of(rows, tiles, steps)
+        return shape._replace(splits=min(2, shape.splits))
+
+    tried = {cut(n, height // 16, width // 128) for height, width in packed.CHECKED for n in packed.CHECKED_ROWS}
+    tiles, steps = (1, 2, 63, 64, 256, 257, 1023, 1024, 1025, 4096), (1, 2, 15, 63, 64, 65, 112, 1024)
+    assert tried == {cut(n, t, k) for n in range(1, FEW_ROWS + 1) for t in tiles for k in steps}
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+def test_every_cut_has_room_and_shares_all_steps() -> None:
+    from lowbit.infer.kernels import PACKED_ROWS
     from lowbit.infer.kernels.packed import shape_of
 
-    rows = range(1, FEW_ROWS + 1)
-    tried = {shape_of(n, height // 16, width // 128) for height, width in packed.CHECKED for n in (1, FEW_ROWS)}
-    tiles, steps = (1, 2, 63, 64, 256, 257, 1023, 1024, 1025, 4096), (1, 2, 15, 63, 64, 65, 112, 1024)
-    assert tried == {shape_of(n, t, k) for n in rows for t in tiles for k in steps}
+    for rows in range(1, PACKED_ROWS + 1):
+        for tiles in (1, 3, 256, 1023, 1024, 8192):
+            for steps in (1, 2, 7, 16, 112, 4096):
+                shape = shape_of(rows, tiles, steps)
+                assert shape.stages >= 2 and shape.stages * shape.turn_bytes <= 46 * 1024
+                assert rows <= shape.x_rows <= PACKED_ROWS and 1 <= shape.splits <= max(1, steps // 4)
 
 
 @pytest.mark.slow
@@ -188,7 +205,7 @@ def test_the_kernel_on_a_gpu(name: str) -> None:
         compare(SPECS[name], x, weights(columns, width), "cuda", True)
     for cut in CUTS:
         for columns, width in ((144, 640), (2064, 256), (48, 4096)):
-            x = torch.randn(8 * cut.x_tiles - 1, width, generator=torch.Generator().manual_seed(2)).bfloat16()
+            x = torch.randn(max(1, cut.x_rows - 1), width, generator=torch.Generator().manual_seed(2)).bfloat16()
             compare(SPECS[name], x, weights(columns, width), "cuda", True, cut)
     strided = torch.randn(4, 260, generator=torch.Generator().manual_seed(1)).bfloat16()[:, 3:259]
     compare(SPECS[name], strided, weights(64, 256), "cuda", True)

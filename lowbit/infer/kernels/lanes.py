@@ -61,42 +61,11 @@ _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
-_LOAD_4 = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-_LOAD_2 = "ld.global.v2.b32 {$0, $1}, [$2];"
 UNPACK_E2M1, UNPACK_E4M3, MMA = tl.constexpr(_UNPACK_E2M1), tl.constexpr(_UNPACK_E4M3), tl.constexpr(_MMA)
 E5M3_PAIR, E8M0_PAIR = tl.constexpr(_E5M3_PAIR), tl.constexpr(_E8M0_PAIR)
-LOAD_4, LOAD_2 = tl.constexpr(_LOAD_4), tl.constexpr(_LOAD_2)
 RESULT_UNIT = tl.constexpr(2.0**8)
 PLACE = tl.constexpr(-0x7E3F7E40)  # 0x81C081C0, where a code is in a BF16
 SHARED = tl.constexpr(SHARED_BITS)
-
-
-@triton.jit
-def load_four(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 at a pointer and the three behind it, in one read."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            LOAD_4,
-            "=&r,=&r,=&r,=&r,l",
-            [pointer],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
-    else:  # noqa: RET505  (Triton compiles what follows a constant condition, but not its other branch)
-        return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
-
-
-@triton.jit
-def load_two(pointer, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 at a pointer and the one behind it. In assembly like all reads: what is computed around a read of Triton's
-    own it lays out as suits that read, and threads would not hold what the tensor core wants of them."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            LOAD_2, "=&r,=&r,l", [pointer], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
-        )
-    else:  # noqa: RET505
-        return tl.load(pointer), tl.load(pointer + 1)
 
 
 @triton.jit

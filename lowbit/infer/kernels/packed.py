@@ -17,8 +17,14 @@ and a warp's next to each other, and that the columns of a word of codes are nei
     scales   [tiles, steps, 8 r, 2 groups of j, half, word] of 4 bits, [tiles, steps, 8 r, half, 2] of 8
 
 The warps of a group share its rows and take the steps in turns; their sums are added in their order. Other groups of a
-program have other rows and read the same of x at about the same time, so that it comes from near. The weight's first
-turns are on their way (`ring`) before the kernel before this one has ended (`chain`).
+program have other rows and use the same of x. What a turn needs comes through shared memory (`ring`): a thread's codes
+and scales by its own copies, x by those of all groups together, for whom a barrier a turn says that it is there:
+
+    x        [stage, member, word, row, j] of 16 bytes of 4 bits, 8 of 8: a thread's numbers of x for a word
+
+The weight's first turns are on their way before the kernel before this one has ended (`chain`). Where a product has few
+rows of weights and x many, several programs take a share of the steps each, so that fewer read the same of x from
+afar; their sums are added by a kernel of its own (`_sum_kernel`), in their order.
 """
 
 from typing import NamedTuple
@@ -32,20 +38,34 @@ from lowbit.infer.kernels import PACKED_MULTIPLE, PACKED_ROWS, TILE_ROWS
 from lowbit.infer.kernels.chain import chained, let_next, wait
 from lowbit.infer.kernels.lanes import (
     RESULT_UNIT,
-    load_four,
-    load_two,
     mma,
     scale_e5m3,
     scale_e8m0,
     unpack_e2m1,
     unpack_e4m3,
 )
-from lowbit.infer.kernels.ring import COMMIT, declaration, once, send, take_four, take_one, take_two, waiting
+from lowbit.infer.kernels.ring import (
+    COMMIT,
+    declaration,
+    once,
+    send,
+    send_if,
+    take_four,
+    take_one,
+    take_two,
+    together,
+    waiting,
+)
 
 X_TILE = 8
 """Rows of x that the tensor core takes at once."""
-RING_BYTES = 40 * 1024
-"""Of the 48 KB that a program has without asking for more; up to 8 are for the sums over warps."""
+RING_BYTES, RING_BYTES_ALONE = 40 * 1024, 46 * 1024
+"""Of the 48 KB that a program has without asking for more: up to 8 are for the sums over the warps of a group, if there
+are several."""
+PROGRAMS, MOST_SPLITS = 192, 16
+"""Programs of a product of a small weight, about; most that share its steps."""
+SUM_STEP = 512
+"""Numbers of a program that adds what several have made."""
 
 
 class Shape(NamedTuple):
@@ -54,34 +74,49 @@ class Shape(NamedTuple):
     tiles: int
     """Tiles of rows of W that a warp has."""
     groups: int
-    """Of warps that have other tiles than each other, and read the same of x."""
-    x_tiles: int
-    """Tiles of rows of x."""
+    """Of warps that have other tiles than each other, and use the same of x."""
+    x_rows: int
+    """Of x, at most: 1, or 8 times a power of two."""
     warps: int
     """Of a program; those of a group share its steps."""
     ahead: int = 4
-    """Places of the ring, if there is room: turns whose codes and scales are there or on their way."""
+    """Places of the ring, if there is room: turns that are there or on their way."""
+    splits: int = 1
+    """Programs of the same tiles, each with its share of the steps."""
+
+    @property
+    def x_tiles(self) -> int:
+        """Tiles of rows of x."""
+        return -(-self.x_rows // X_TILE)
+
+    @property
+    def members(self) -> int:
+        """Warps of a group."""
+        return self.warps // self.groups
 
     @property
     def turn_bytes(self) -> int:
-        """Of a program's codes and scales in a turn, at most."""
-        return self.warps * 32 * self.tiles * (32 + 8)
+        """Of a program's turn, at most."""
+        return self.warps * 32 * self.tiles * (32 + 8) + self.members * self.x_rows * 256
 
     @property
     def stages(self) -> int:
         """Places of the ring."""
-        return min(self.ahead, RING_BYTES // self.turn_bytes)
+        return min(self.ahead, (RING_BYTES if self.members > 1 else RING_BYTES_ALONE) // self.turn_bytes)
 
 
 def shape_of(rows: int, tiles: int, steps: int) -> Shape:
-    """For so many rows of x, tiles of W and steps: what was fastest for layers of 1B and 8B models (docs/LOG.md)."""
-    x_tiles = triton.next_power_of_2(triton.cdiv(rows, X_TILE))
-    many = tiles >= 1024
-    if x_tiles == 1:
-        return Shape(1, 2, 1, 4) if many else Shape(1, 1, 1, 8, ahead=2 if tiles > 256 else 4)
-    if x_tiles == 2:
-        return Shape(2, 2, 2, 4) if many else Shape(1, 1, 2, 8 if steps >= 64 else 4, ahead=3)
-    return Shape(1, 4 if many else 2, x_tiles, 8)
+    """For so many rows of x, tiles of W and steps: what was fastest for layers of 1B and 8B models, or nearly so
+    (docs/LOG.md)."""
+    if rows == 1:
+        return Shape(1, 1, 1, 4 if steps >= 64 else 2)
+    x_rows = X_TILE * triton.next_power_of_2(triton.cdiv(rows, X_TILE))
+    if tiles >= 1024 and x_rows <= 16:
+        return Shape(2, 4, x_rows, 4, ahead=3)
+    programs = triton.cdiv(tiles, 4)
+    wanted = max(PROGRAMS // programs, (steps + 16) // 32)  # to keep a GPU busy, and as long as each has much to do
+    splits = 1 << (max(1, min(wanted, steps // 4, MOST_SPLITS)).bit_length() - 1)
+    return Shape(1, 4, x_rows, 4, splits=1 if tiles >= 1024 else splits)
 
 
 @triton.jit
@@ -133,12 +168,36 @@ def _plain(code, scale, there, BITS: tl.constexpr, SCALED: tl.constexpr):  # typ
 
 
 @triton.jit
+def _send_x(  # type: ignore[no-untyped-def]
+    ring, x, x_row, M, thread, stage, step, last,
+    BITS: tl.constexpr, X_ROWS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Have x of the warps' steps from `step` on come to a stage of the ring, of which each thread copies a part."""
+    NUMBERS: tl.constexpr = 32 // BITS
+    PIECES: tl.constexpr = 16 * X_ROWS  # of a step
+    lane, member, group = thread % 32, thread // 32 % MEMBERS, thread // (32 * MEMBERS)
+    x += tl.minimum(step + member, last) * (8 * NUMBERS)
+    ring += (stage * MEMBERS + member) * (PIECES * 2 * NUMBERS)
+    for part in tl.static_range((PIECES + 32 * GROUPS - 1) // (32 * GROUPS)):
+        piece = (part * GROUPS + group) * 32 + lane
+        row, word = piece // 4 % X_ROWS, piece // (4 * X_ROWS)
+        start = x + tl.minimum(row, M - 1).to(tl.int64) * x_row + (word * 4 + piece % 4) * (NUMBERS // 2)
+        send_if(ring + piece * (2 * NUMBERS), start, piece < PIECES, 2 * NUMBERS)
+
+
+@triton.jit
 def _inputs(x, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a thread multiplies with a word: four words of x, or two."""
-    if BITS == 4:
-        return load_four(x, ASM)
-    else:  # noqa: RET505
-        return load_two(x, ASM)
+    """What a thread multiplies with a word: four words of x, or two; from a place of the ring, or a pointer."""
+    if ASM:
+        if BITS == 4:
+            return take_four(x)
+        else:  # noqa: RET505
+            return take_two(x)
+    else:
+        if BITS == 4:
+            return tl.load(x), tl.load(x + 1), tl.load(x + 2), tl.load(x + 3)
+        else:  # noqa: RET505
+            return tl.load(x), tl.load(x + 1)
 
 
 @triton.jit
@@ -161,10 +220,9 @@ def _multiply(  # type: ignore[no-untyped-def]
 @triton.jit
 def _add_turn(  # type: ignore[no-untyped-def]
     c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, b2, b3, s, t, x,
-    BITS: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr,
+    WORD: tl.constexpr, BITS: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of a turn's words, with their scales, and what is at `x`."""
-    NUMBERS: tl.constexpr = 32 // BITS
+    """Add the product of a turn's words, with their scales, and what is at `x`, WORD further for each."""
     for w in tl.static_range(4):
         if BITS == 4:
             scale_a, scale_b = scale_e5m3(s, w, ASM), scale_e5m3(t, w, ASM)
@@ -175,7 +233,7 @@ def _add_turn(  # type: ignore[no-untyped-def]
             scale_b = scale_a
         c0, c1, c2, c3 = _multiply(
             c0, c1, c2, c3, (a0, a1, a2, a3)[w], (b0, b1, b2, b3)[w], scale_a, scale_b,
-            _inputs(x + w * (2 * NUMBERS), BITS, ASM), BITS, ASM,
+            _inputs(x + w * WORD, BITS, ASM), BITS, ASM,
         )  # fmt: skip
     return c0, c1, c2, c3
 
@@ -202,32 +260,40 @@ def _store(  # type: ignore[no-untyped-def]
         out = out * tl.load(after)
     if AFTER == 2:
         out = out * tl.load(after + n, mask=inside, other=0.0)
-    tl.store(y + (m.to(tl.int64) * (all_tiles * 16) + n), out.to(y.dtype.element_ty), mask=inside)
+    row = tl.program_id(1).to(tl.int64) * M + m
+    tl.store(y + (row * (all_tiles * 16) + n), out.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "all_tiles", "steps"])
+@triton.jit(do_not_specialize=["M", "all_tiles", "steps", "share"])
 def _product_kernel(  # type: ignore[no-untyped-def]
-    x, data, scales, after, y, M, all_tiles, steps, x_row,
+    x, data, scales, after, y, M, all_tiles, steps, share, x_row,
     BITS: tl.constexpr, SCALED: tl.constexpr,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, X_TILES: tl.constexpr, WARPS: tl.constexpr,
+    TILES: tl.constexpr, GROUPS: tl.constexpr, X_ROWS: tl.constexpr, WARPS: tl.constexpr,
     AFTER: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
     STAGES: tl.constexpr, DECLARATION: tl.constexpr, WAITING: tl.constexpr,
 ):  # fmt: skip
     let_next(CHAINED)
     word = tl.pointer_type(tl.int32)
     data, scales, x = data.to(word), scales.to(word), x.to(word)
+    x_row = x_row // 2
     NUMBERS: tl.constexpr = 32 // BITS  # of a word of codes; x has half as many words
     SCALES: tl.constexpr = 32 if BITS == 4 else 8  # words of a step
     THREADS: tl.constexpr = 32 * WARPS
     MEMBERS: tl.constexpr = WARPS // GROUPS
+    X_TILES: tl.constexpr = (X_ROWS + 7) // 8
     thread = tl.arange(0, THREADS)[None, None, :]
     lane, member, group = thread % 32, thread // 32 % MEMBERS, thread // (32 * MEMBERS)
     own = tl.arange(0, TILES)[:, None, None]
     tile = tl.minimum((tl.program_id(0) * GROUPS + group) * TILES + own, all_tiles - 1).to(tl.int64)
-    code = data + (tile * steps + member) * 256 + lane * 4
-    scale = scales + (tile * steps + member) * SCALES + (lane // 2 * 2 if BITS == 4 else lane // 4)
+    begin = tl.program_id(1) * share
+    code = data + (tile * steps + begin + member) * 256 + lane * 4
+    scale = scales + (tile * steps + begin + member) * SCALES + (lane // 2 * 2 if BITS == 4 else lane // 4)
+    steps = tl.minimum(steps - begin, share)
+    x += begin * (8 * NUMBERS)
+    x_lines = tl.arange(0, X_TILES)[None, :, None] * 8 + lane // 4
     if ASM:
         ring = once(DECLARATION, thread)
+        x_ring = ring + STAGES * (TILES * THREADS * 40)
         for stage in tl.static_range(STAGES - 1):
             there = stage * MEMBERS + member < steps
             _send(
@@ -235,15 +301,21 @@ def _product_kernel(  # type: ignore[no-untyped-def]
                 BITS, SCALED, TILES, THREADS, STAGES,
             )  # fmt: skip
             once(COMMIT, thread)
-    x_rows = tl.minimum(tl.arange(0, X_TILES)[None, :, None] * 8 + lane // 4, M - 1)
-    x += x_rows.to(tl.int64) * (x_row // 2) + lane % 4 * (NUMBERS // 2)
+        wait(CHAINED)  # weights alone have been read
+        for stage in tl.static_range(STAGES - 1):
+            _send_x(x_ring, x, x_row, M, thread, stage, stage * MEMBERS, steps - 1, BITS, X_ROWS, GROUPS, MEMBERS)
+            once(COMMIT, thread)
+        x_place = x_ring + (member * (16 * X_ROWS) + tl.minimum(x_lines, X_ROWS - 1) * 4 + lane % 4) * (2 * NUMBERS)
+    else:
+        wait(CHAINED)
+        x += tl.minimum(x_lines, M - 1).to(tl.int64) * x_row + lane % 4 * (NUMBERS // 2)
     c0 = tl.zeros((TILES, X_TILES, THREADS), tl.float32)
     c1, c2, c3 = c0, c0, c0
     stage = 0
-    wait(CHAINED)  # weights alone have been read
     for first in range(0, steps, MEMBERS):
         if ASM:
             once(WAITING, thread)
+            together(member, GROUPS)
             a0, a1, a2, a3, b0, b1, b2, b3, s, t = _take(ring, own, thread, stage, BITS, SCALED, TILES, THREADS, STAGES)
             ahead = tl.where(stage == 0, STAGES - 1, stage - 1)  # the stage that was read a turn ago
             _send(
@@ -251,16 +323,24 @@ def _product_kernel(  # type: ignore[no-untyped-def]
                 scale + (STAGES - 1) * (MEMBERS * SCALES),
                 first + (STAGES - 1) * MEMBERS + member < steps, BITS, SCALED, TILES, THREADS, STAGES,
             )  # fmt: skip
+            _send_x(
+                x_ring, x, x_row, M, thread, ahead, first + (STAGES - 1) * MEMBERS, steps - 1,
+                BITS, X_ROWS, GROUPS, MEMBERS,
+            )  # fmt: skip
             once(COMMIT, thread)
+            c0, c1, c2, c3 = _add_turn(
+                c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, b2, b3, s, t,
+                x_place + stage * (MEMBERS * 16 * X_ROWS * 2 * NUMBERS), 4 * X_ROWS * 2 * NUMBERS, BITS, SCALED, ASM,
+            )  # fmt: skip
             stage = tl.where(stage == STAGES - 1, 0, stage + 1)
         else:
             a0, a1, a2, a3, b0, b1, b2, b3, s, t = _plain(code, scale, first + member < steps, BITS, SCALED)
+            c0, c1, c2, c3 = _add_turn(
+                c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, b2, b3, s, t,
+                x + tl.minimum(first + member, steps - 1) * (8 * NUMBERS), 2 * NUMBERS, BITS, SCALED, ASM,
+            )  # fmt: skip
         code += MEMBERS * 256
         scale += MEMBERS * SCALES
-        c0, c1, c2, c3 = _add_turn(
-            c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, b2, b3, s, t,
-            x + tl.minimum(first + member, steps - 1) * (8 * NUMBERS), BITS, SCALED, ASM,
-        )  # fmt: skip
 
     # Thread 4 r + j has rows r (c0, c1) and r + 8 (c2, c3) of W, rows 2 j and 2 j + 1 of x
     above = tl.join(_over_warps(c0, GROUPS, MEMBERS), _over_warps(c1, GROUPS, MEMBERS))
@@ -268,6 +348,26 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     out = tl.join(above, below)  # [TILES, X_TILES, 32 GROUPS, 2, 2]
     UNIT: tl.constexpr = RESULT_UNIT if BITS == 4 and ASM else 1.0
     _store(out * UNIT, after, y, M, all_tiles, TILES, GROUPS, X_TILES, AFTER)
+
+
+@triton.jit(do_not_specialize=["SIZE", "N"])
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    parts, after, y, SIZE, N, SPLITS: tl.constexpr, AFTER: tl.constexpr, STEP: tl.constexpr, CHAINED: tl.constexpr
+):
+    let_next(CHAINED)
+    at = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    inside = at < SIZE
+    if AFTER == 1:
+        scale = tl.load(after)
+    if AFTER == 2:
+        scale = tl.load(after + at % N, mask=inside, other=0.0)
+    wait(CHAINED)
+    total = tl.load(parts + at, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts + split * SIZE + at, mask=inside, other=0.0)
+    if AFTER > 0:
+        total *= scale
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
 def packed_product(
@@ -295,14 +395,23 @@ def packed_product(
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # rows are read in pieces of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
     cut = shape or shape_of(rows, tiles, steps)
-    assert cut.stages >= 2
+    share = triton.cdiv(steps, cut.splits)
+    splits = triton.cdiv(steps, share)
+    assert cut.stages >= 2 and rows <= cut.x_rows
     y = torch.empty(rows, tiles * TILE_ROWS, dtype=out, device=x.device)
-    _product_kernel[(triton.cdiv(tiles, cut.tiles * cut.groups),)](
-        x, data, data if scales is None else scales, data if after is None else after, y,
-        rows, tiles, steps, x.stride(0),
+    parts = y if splits == 1 else torch.empty(splits, *y.shape, device=x.device)
+    kind = 0 if after is None else 1 if after.numel() == 1 else 2
+    _product_kernel[(triton.cdiv(tiles, cut.tiles * cut.groups), splits)](
+        x, data, data if scales is None else scales, data if after is None else after, parts,
+        rows, tiles, steps, share, x.stride(0),
         BITS=4 if width == steps * 128 else 8, SCALED=scales is not None, TILES=cut.tiles, GROUPS=cut.groups,
-        X_TILES=cut.x_tiles, WARPS=cut.warps, AFTER=0 if after is None else 1 if after.numel() == 1 else 2, ASM=asm,
+        X_ROWS=cut.x_rows, WARPS=cut.warps, AFTER=kind if splits == 1 else 0, ASM=asm,
         STAGES=cut.stages, DECLARATION=declaration(cut.stages * cut.turn_bytes), WAITING=waiting(cut.stages - 2),
         num_warps=cut.warps, **chained(x.device),
     )  # fmt: skip
+    if splits > 1:
+        _sum_kernel[(triton.cdiv(y.numel(), SUM_STEP),)](
+            parts, data if after is None else after, y, y.numel(), y.shape[1],
+            SPLITS=splits, AFTER=kind, STEP=SUM_STEP, num_warps=4, **chained(x.device),
+        )  # fmt: skip
     return y

@@ -18,6 +18,14 @@ _COPY = {
     for size, way in ((16, "cg"), (8, "ca"), (4, "ca"))
 }
 COPY_16, COPY_8, COPY_4 = (tl.constexpr(_COPY[size]) for size in (16, 8, 4))
+COPY_16_IF, COPY_8_IF = (
+    tl.constexpr(
+        f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.{way}.shared.global [$1], [$2], {size}; mov.b32 $0, 0; }}"
+    )
+    for size, way in ((16, "cg"), (8, "ca"))
+)
+TOGETHER = tl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
+WARP_TOGETHER = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, $1;")
 COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, $1;")
 TAKE_4 = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
 TAKE_2 = tl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2];")
@@ -47,6 +55,26 @@ def send(place, pointer, there, BYTES: tl.constexpr):  # type: ignore[no-untyped
     tl.inline_asm_elementwise(
         how, "=r,r,l,r", [place, pointer, tl.where(there, BYTES, 0)], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def send_if(place, pointer, there, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy 16 or 8 bytes from a pointer to a place; nothing where not `there`."""
+    how: tl.constexpr = COPY_16_IF if BYTES == 16 else COPY_8_IF
+    tl.inline_asm_elementwise(
+        how, "=r,r,l,r", [place, pointer, tl.where(there, 1, 0)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def together(member, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for the warps of all groups that are the same member, int32 a thread. What they had copied, and waited for,
+    is there; what they had read they have."""
+    if GROUPS == 1:
+        once(WARP_TOGETHER, member)
+    else:
+        count = tl.full(member.shape, 32 * GROUPS, tl.int32)
+        tl.inline_asm_elementwise(TOGETHER, "=r,r,r", [member + 1, count], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
