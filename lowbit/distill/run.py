@@ -10,21 +10,26 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lowbit.configs.schema import CheckpointConfig
+from lowbit.configs.schema import CheckpointConfig, RunConfig
 from lowbit.configs.schema_distill import DistillConfig
+from lowbit.configs.stored import flatten, load_config, plain
+from lowbit.configs.strict import show
 from lowbit.configs.validate_distill import student_config, student_tokens, teacher_config
 from lowbit.data.dataset import prepare_data
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import MANIFEST, Cache, is_there, read_manifest
 from lowbit.distill.student import Distillation, describe
 from lowbit.distill.teacher import open_teacher
-from lowbit.errors import ConfigError, Interrupted
+from lowbit.errors import CheckpointError, ConfigError, Interrupted
 from lowbit.trainer.checkpoint import CheckpointStore
 from lowbit.trainer.distributed import Ranks
+from lowbit.trainer.files import CONFIG
 from lowbit.trainer.hardware import set_deterministic
+from lowbit.trainer.identity import shorten
 from lowbit.trainer.launch import Place, local_device, open_ranks
 from lowbit.trainer.loaded import shown_path
 from lowbit.trainer.memory import explain_out_of_memory
@@ -86,11 +91,47 @@ def with_teacher(config: DistillConfig, run_dir: Path, ranks: Ranks, device: tor
         return config
     folder, run = run_dir / "teacher", teacher_config(config)
     done = ranks.share(_steps_done(folder) if ranks.first else 0)
+    if done:
+        ranks.first_does(lambda: _check_teacher(run, folder, done))
     if done < config.teacher.max_steps:
         ranks.first_does(lambda: _require_no_cache(config, cache_folder(config, run_dir), done))
         logger.info("teacher: none is named, so one is trained first (%d steps)", config.teacher.max_steps)
         pretrain_on(run, folder, ranks, device).before_more()
     return replace(config, teacher=replace(config.teacher, path=str(folder)))
+
+
+def _check_teacher(run: RunConfig, folder: Path, done: int) -> None:
+    """Compare the teacher that is there with the one that is wanted now. What makes no other model is told alone.
+
+    Raises: CheckpointError, ConfigError where it is another, naming the setting.
+    """
+    finished = done >= (run.max_steps or 0)
+    try:  # nothing of a finished one goes on, so there is nothing to allow
+        allow = [] if finished else run.resume_allow
+        check_settings(replace(run, resume_allow=allow), CheckpointStore(folder / "checkpoints", run.checkpoint))
+    except CheckpointError as error:
+        told = str(error).replace(" model.", " teacher.model.")
+        if finished:
+            told = f"{told.rpartition('. ')[0]}. It is finished: to train another, give another run_name"
+        raise CheckpointError(f"{shown_path(folder)}: {told}") from None
+    if done > (run.max_steps or 0):
+        raise ConfigError(
+            f"teacher.max_steps={run.max_steps}: the teacher in {shown_path(folder)} has made {done} steps: go on with "
+            f"teacher.max_steps={done}, or give another run_name"
+        )
+    was, now = (_recipe(config) for config in (load_config(folder / CONFIG), run))
+    found = [f"{key}: {show(was.get(key))} then, {show(now[key])} now" for key in now if was.get(key) != now[key]]
+    if found and finished:
+        logger.warning(
+            "the teacher in %s was trained with other settings, and stays as it is: %s",
+            shown_path(folder),
+            shorten(found),
+        )
+
+
+def _recipe(config: RunConfig) -> dict[str, Any]:
+    """How a run was trained, beside its model and data, by key."""
+    return flatten({key: plain(getattr(config, key)) for key in ("seed", "batch", "optim", "precision")})
 
 
 def _require_no_cache(config: DistillConfig, folder: Path, done: int) -> None:

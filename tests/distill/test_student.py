@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.configs.schema import PrecisionConfig, SourceConfig, SourceKind
+from lowbit.configs.schema import PrecisionConfig, ResumeDifference, SourceConfig, SourceKind
 from lowbit.configs.schema_distill import CacheConfig, DistillConfig, DistillLossConfig, Divergence, Estimator
 from lowbit.configs.schema_precision import StatisticsConfig
 from lowbit.configs.stored import load_config
@@ -26,12 +26,14 @@ from lowbit.distill import run as distill
 from lowbit.distill.batches import CachedLoader, DistilledBatch, StoredRows
 from lowbit.distill.codec import decode
 from lowbit.distill.making import CacheMaker
+from lowbit.distill.run import with_teacher
 from lowbit.distill.shards import Cache, is_there, token_checksums
 from lowbit.distill.student import Distilled, open_caches, renormalised
 from lowbit.distill.teacher import Teacher, open_teacher
 from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.models.sparse_head import DistillTerms, SparseTargets
 from lowbit.models.transformer import Transformer
+from lowbit.trainer.distributed import ALONE
 from lowbit.trainer.loaded import load_run
 
 Make = Callable[..., CacheMaker]
@@ -440,6 +442,50 @@ def test_a_teacher_is_not_trained_further_than_its_cache(distillation: DistillCo
     with pytest.raises(ConfigError, match=message + r"go on with teacher.max_steps=4, or give another run_name"):
         distill.everything(further, tmp_path / "all")
     assert distill.everything(replace(config, max_steps=7), tmp_path / "all").step == 7, "the run is as good as before"
+
+
+def test_other_settings_of_a_finished_teacher_are_refused_by_key(
+    distillation: DistillConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What makes another teacher is refused, though nothing of it is left to train; its recipe only warned about."""
+    teacher = replace(distillation.teacher, path="", model=distillation.model, max_steps=4)
+    config = replace(distillation, teacher=teacher, cache=replace(distillation.cache, path="", tokens=None))
+    distill.everything(config, tmp_path / "all")
+    wide = replace(config, teacher=replace(teacher, model=replace(teacher.model, layers=3)))
+    softcap = replace(teacher.model, logit_softcap=20.0)
+    shape = (
+        r"teacher.model.layers: 2 in the checkpoint, 3 now\. It is finished: to train another, give another run_name"
+    )
+    shorter = (
+        r"teacher.max_steps=3: the teacher in .*teacher has made 4 steps: go on with teacher.max_steps=4, or give "
+        "another run_name"
+    )
+    for other, message in (
+        (wide, shape),
+        (replace(config, teacher=replace(wide.teacher, max_steps=9)), "teacher.model.layers: 2 in the"),
+        (replace(config, teacher=replace(teacher, max_steps=3)), shorter),
+        (replace(config, teacher=replace(teacher, model=softcap)), "teacher.model.logit_softcap: null in"),
+        (replace(config, teacher=replace(teacher, model=softcap), resume_allow=[ResumeDifference.model]), "finished"),
+    ):
+        with pytest.raises((CheckpointError, ConfigError), match=message) as caught:
+            distill.everything(other, tmp_path / "all")
+        assert "\n" not in str(caught.value)
+    assert "trained with other settings" not in caplog.text
+    recipe = replace(config, optim=replace(config.optim, lr=1e-3), max_steps=7)
+    assert distill.everything(recipe, tmp_path / "all").step == 7
+    assert "all/teacher was trained with other settings, and stays as it is: optim.lr: 0.01 then, 0.001 now" in (
+        caplog.text
+    )
+
+
+def test_an_unfinished_teachers_settings_are_named_as_the_teachers(distillation: DistillConfig, tmp_path: Path) -> None:
+    teacher = replace(distillation.teacher, path="", model=distillation.model, max_steps=4)
+    config = replace(distillation, teacher=teacher, cache=replace(distillation.cache, path="", tokens=None))
+    device = torch.device("cpu")
+    with_teacher(config, tmp_path / "all", ALONE, device)
+    other = replace(teacher, max_steps=6, model=replace(teacher.model, layers=3))
+    with pytest.raises(CheckpointError, match=r"another run: teacher.model.layers: 2 in the checkpoint, 3 now"):
+        with_teacher(replace(config, teacher=other), tmp_path / "all", ALONE, device)
 
 
 def test_a_sequence_longer_than_the_teacher_takes_is_refused_before_anything_is_written(
