@@ -131,6 +131,13 @@ def test_no_command_imports_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def test_every_module_can_be_the_first() -> None:
+    """No cycle shows only in the order in which a script happens to import."""
+    script = Path(__file__).with_name("import_first.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith(" modules, 0 cannot come first\n"), done.stdout + done.stderr
+
+
 def test_help_is_quick() -> None:
     """Under half a second of processor time, best of three: the clock on the wall also measures other processes."""
     seconds = []

@@ -19,9 +19,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowbit.infer import kernels
 from lowbit.quant.quantised import Packed
 
+TILE_ROWS = 16
+"""Rows of a packed weight that lie together; their number is a multiple of it."""
 SHARED = 0x60306030
 """Bits of A that belong to none of numbers 0 to 5 of its row."""
 PIECE = 1 << 22
@@ -43,21 +44,21 @@ def arranged(packed: Packed, rows: int) -> tuple[Tensor, Tensor | None]:
     zero = scales[:, :, None] == 0
     data = data.view(*scales.shape, 8).masked_fill(zero, 0).flatten(1)
     table = _e5m3().to(scales.device)
-    parts = torch.split(data, max(1, PIECE // data.shape[1] // kernels.TILE_ROWS) * kernels.TILE_ROWS)
+    parts = torch.split(data, max(1, PIECE // data.shape[1] // TILE_ROWS) * TILE_ROWS)
     return torch.cat([_half_bytes(part) for part in parts]), _four_a_group(table[scales.int()])
 
 
 def _whole_bytes(data: Tensor) -> Tensor:
     """Bytes of a word: numbers 0, 2, 1, 3."""
     # [tiles, half, 8 r, steps, word, 4 j, pairs, of a pair]: a word has the first of all pairs, then the second
-    codes = data.view(len(data) // kernels.TILE_ROWS, 2, 8, -1, 4, 4, 2, 2)
+    codes = data.view(len(data) // TILE_ROWS, 2, 8, -1, 4, 4, 2, 2)
     return codes.permute(0, 3, 1, 2, 5, 4, 7, 6).flatten(2)
 
 
 def _half_bytes(data: Tensor) -> Tensor:
     """Words A of all threads, then words B."""
     # [tiles, half, 8 r, steps, word, 4 j, byte of two numbers] -> [half, byte, tiles, steps, 8 r, 4 j, word]
-    codes = data.view(len(data) // kernels.TILE_ROWS, 2, 8, -1, 4, 4, 4).permute(1, 6, 0, 3, 2, 5, 4).int()
+    codes = data.view(len(data) // TILE_ROWS, 2, 8, -1, 4, 4, 4).permute(1, 6, 0, 3, 2, 5, 4).int()
     first, second = codes & 15, codes >> 4
 
     def own(half: int) -> Tensor:
@@ -78,13 +79,13 @@ def _placed(code: Tensor, magnitude: int, sign: int) -> Tensor:
 
 def _four_a_group(scales: Tensor) -> Tensor:
     """[rows, blocks] -> 8 r, groups of j, half, word."""
-    tiles = len(scales) // kernels.TILE_ROWS
+    tiles = len(scales) // TILE_ROWS
     return scales.view(tiles, 2, 8, -1, 4, 2).permute(0, 3, 2, 5, 1, 4).flatten(2).contiguous()
 
 
 def _two_a_row(scales: Tensor) -> Tensor:
     """[rows, blocks] -> 8 r, half, block."""
-    tiles = len(scales) // kernels.TILE_ROWS
+    tiles = len(scales) // TILE_ROWS
     return scales.view(tiles, 2, 8, -1, 2).permute(0, 3, 2, 1, 4).flatten(2).contiguous()
 
 

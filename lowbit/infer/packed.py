@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from lowbit.errors import in_a_line
 from lowbit.infer import kernels
-from lowbit.infer.arrangement import arranged
+from lowbit.infer.arrangement import TILE_ROWS, arranged
 from lowbit.models.layers import Linear
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import candidates
@@ -122,7 +122,7 @@ def pack_layers(model: Transformer) -> int:
             not isinstance(layer, LowbitLinear)
             or not weight_only(layer.policy)
             or layer.in_features % kernels.PACKED_MULTIPLE
-            or layer.out_features % kernels.TILE_ROWS
+            or layer.out_features % TILE_ROWS
         ):
             continue
         spec = layer.policy.fprop.right.spec

@@ -15,8 +15,6 @@ PACKED_ROWS = 64
 """Most rows of x that `packed_product` takes."""
 PACKED_MULTIPLE = 128
 """What `packed_product` wants the width of x to be a multiple of."""
-TILE_ROWS = 16
-"""Rows of a packed weight that lie together; what `packed_product` wants their number to be a multiple of."""
 MOST_TOKENS = 1 << 20
 """Largest vocabulary that `draw` takes."""
 
@@ -49,7 +47,6 @@ __all__ = [
     "MOST_TOKENS",
     "PACKED_MULTIPLE",
     "PACKED_ROWS",
-    "TILE_ROWS",
     "Memory",
     "add_norm",
     "chaining",

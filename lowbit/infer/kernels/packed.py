@@ -34,7 +34,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.infer.kernels import PACKED_MULTIPLE, PACKED_ROWS, TILE_ROWS
+from lowbit.infer.arrangement import TILE_ROWS
+from lowbit.infer.kernels import PACKED_MULTIPLE, PACKED_ROWS
 from lowbit.infer.kernels.chain import chained, let_next, wait
 from lowbit.infer.kernels.lanes import (
     RESULT_UNIT,
