@@ -100,12 +100,17 @@ def teacher_config(config: DistillConfig) -> RunConfig:
     )
 
 
-def student_tokens(config: DistillConfig) -> int:
-    """Positions that the student trains on, by its own limits. Raises ConfigError when they do not say."""
+def token_limit(config: DistillConfig) -> int | None:
+    """Positions that the student trains on, by its own limits; None where time alone limits it."""
     step = config.batch.sequences * config.data.sequence_length
     limits = [config.max_tokens, config.max_steps and config.max_steps * step]
-    found = [limit for limit in limits if limit]
-    if not found:
+    return min((limit for limit in limits if limit), default=None)
+
+
+def student_tokens(config: DistillConfig) -> int:
+    """The same. Raises ConfigError when the limits do not say."""
+    limit = token_limit(config)
+    if limit is None:
         why = "how many positions to cache does not follow from a limit of time"
         raise refuse(config, "cache.tokens", "max_minutes", why=why, works="cache.tokens=1000000 would work")
-    return min(found)
+    return limit

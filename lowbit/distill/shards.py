@@ -45,6 +45,8 @@ TOTALS = ("rows", "entropy", "named", "rest")
 """What a record sums over its positions that have targets: their number, entropy, named entries, rest."""
 _AGAIN = "delete the folder and run `lowbit distill cache` again, or give another cache.path"
 
+_FIRST = ("tokenizer", "vocab_size", "sequence_length", "temperature")
+"""Fields of an identity that are told first where they differ: others may differ because of them."""
 _LOOKED_AT = 16
 """Samples that are decoded before a student learns from a cache."""
 
@@ -280,11 +282,11 @@ def with_settings(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """`field: value there, value here` for each field that differs; nested fields are dotted."""
+    """`field: value there, value here` for each field that differs, `_FIRST` first; nested ones are dotted."""
     was, now = (flatten(json.loads(json.dumps(side))) for side in (saved, wanted))
     return [
         f"{key}: {_show(was, key)} there, {_show(now, key)} here"
-        for key in sorted(was.keys() | now.keys())
+        for key in sorted(was.keys() | now.keys(), key=lambda key: (key.removeprefix("cache.") not in _FIRST, key))
         if was.get(key, _show) != now.get(key, _show)
     ]
 

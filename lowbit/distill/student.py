@@ -2,23 +2,25 @@
 
     loss = alpha D(teacher, student) + (1 - alpha) cross-entropy        per token, over the stored targets
 
-`kl` in the metrics is the mean of D over a step's tokens with its standard error `kl_se`. For unbiased targets it is an
-unbiased estimate of KL(teacher || student), never clamped: near the optimum single steps may be negative.
+`kl` in the metrics is the mean of D over a step's tokens with its standard error `kl_se`. For unbiased targets and in
+the first pass over a cache it is an unbiased estimate of KL(teacher || student), never clamped: near the optimum single
+steps may be negative. Later the student knows the stored draws and `kl` lies below: a run of several passes is told so.
 """
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lowbit.configs.paths import with_absolute_paths
 from lowbit.configs.schema_distill import CacheConfig, DistillConfig, DistillLossConfig, Divergence, Estimator
-from lowbit.configs.stored import save_config
+from lowbit.configs.stored import flatten, plain, save_config
 from lowbit.configs.strict import show
-from lowbit.configs.validate_distill import student_config
+from lowbit.configs.validate_distill import student_config, token_limit
 from lowbit.data.batch import Batch
 from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Loader
@@ -37,6 +39,9 @@ from lowbit.trainer.run import Pretraining, RunResult
 from lowbit.trainer.schedule import sequences_at
 
 logger = logging.getLogger("lowbit")
+
+_DECISIVE = ("tokenizer", "sequence_length", "document_mask", "held_out")
+"""Settings of the data, without their sources, that decide which tokens a sample has."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,8 @@ def open_caches(config: DistillConfig, folder: Path, data: Dataset, report: bool
     }
     first = caches[0]
     for cache in caches:
-        what = "does not fit the student (there: the cache; here: this run)"
+        wish = remedy(config, cache, data.tokenizer.digest)
+        what = f"does not fit the student (there: the cache; here: this run; {wish})"
         require_same(cache.folder, {key: cache.identity[key] for key in wanted}, wanted, what)
         shared = ("seed", "samples")
         require_same(
@@ -108,10 +114,39 @@ def open_caches(config: DistillConfig, folder: Path, data: Dataset, report: bool
             f"holds other samples than {first.folder}, so they cannot be averaged",
         )
         cache.check_ids()
+    require_different(caches)
     check_loss(config.loss, caches)
     if report and (found := ignored(config, first)):
         logger.warning("%s has its own settings, so these are ignored: %s", shown_path(first.folder), found)
     return caches
+
+
+def remedy(config: DistillConfig, cache: Cache, tokenizer: str) -> str:
+    """What to give to learn from a cache that does not fit: the settings that it was made with, where they differ.
+
+    `tokenizer`: digest of the student's. The same one may lie elsewhere.
+    """
+    made = cache.manifest.get("made_with")
+    settings = made.get("data") if isinstance(made, dict) else None
+    keys = [key for key in _DECISIVE if key != "tokenizer" or cache.identity["tokenizer"] != tokenizer]
+    there: dict[str, Any] = {"cache.temperature": cache.identity["temperature"]}
+    if isinstance(settings, dict):
+        there |= flatten({"data": {key: settings[key] for key in keys if key in settings}})
+    here = flatten(plain(with_absolute_paths(config)))
+    wishes = [f"{key}={show(value)}" for key, value in there.items() if value is not None and value != here.get(key)]
+    return f"it was made with {' '.join(wishes) or 'other data'}: give these, or another cache.path"
+
+
+def require_different(caches: Sequence[Cache]) -> None:
+    """Raises ConfigError where two caches are one: its teacher would count twice in the average, without a word."""
+    seen: dict[str, Cache] = {}
+    for cache in caches:
+        other = seen.setdefault(cache_digest(cache), cache)
+        if other is not cache:
+            raise ConfigError(
+                f"cache.more: {shown_path(cache.folder)} holds what {shown_path(other.folder)} does, and an average "
+                "takes each cache once; leave it out"
+            )
 
 
 def ignored(config: DistillConfig, cache: Cache) -> str:
@@ -168,6 +203,8 @@ class Distillation(Pretraining):
         )
         for cache in self.caches if self.ranks.first else ():
             logger.info("%s", describe(cache))
+        if warning := repeated(self.distill, self.caches[0]) if self.ranks.first else None:
+            logger.warning("%s", warning)
         return CachedLoader(
             self.data,
             self.caches,
@@ -205,20 +242,52 @@ class Distillation(Pretraining):
     def _identity(self) -> dict[str, Any]:
         return super()._identity() | {"caches": [cache_digest(cache) for cache in self.caches]}
 
+    def _own_state(self) -> dict[str, Any]:
+        return super()._own_state() | {"loss": plain(self.distill.loss)}
+
     def _resume(self, snapshot: Snapshot | None) -> Position:
-        if snapshot is not None:
-            was, now = snapshot.meta["identity"].get("caches"), self._identity()["caches"]
-            if was != now:
-                raise CheckpointError(
-                    "the checkpoint learned from other teachers' targets than cache.path and cache.more hold now: "
-                    "go on with those, or start anew under another run_name"
-                )
-        return super()._resume(snapshot)
+        if snapshot is None:
+            return super()._resume(snapshot)
+        was, now = snapshot.meta["identity"].get("caches"), self._identity()["caches"]
+        if was is None:
+            raise CheckpointError(
+                "the checkpoint is of a run without a teacher: to distil its model further, give another run_name and "
+                "begin with its weights, init_from=FOLDER"
+            )
+        if was != now:
+            raise CheckpointError(
+                "the checkpoint learned from other teachers' targets than cache.path and cache.more hold now: "
+                "go on with those, or start anew under another run_name"
+            )
+        position = super()._resume(snapshot)
+        if changes := changed_loss(snapshot.meta.get("loss"), self.distill.loss):
+            logger.warning("the loss of this run changes after step %d: %s", snapshot.step, "; ".join(changes))
+        return position
 
     def _fill_folder(self, position: Position) -> MetricsLog:
         held = replace(self.distill.cache, **settings_of(self.caches[0].identity))  # whatever was given beside it
         save_config(replace(self.distill, cache=held), self.run_dir / "distill.yaml")
         return super()._fill_folder(position)
+
+
+def repeated(config: DistillConfig, cache: Cache) -> str | None:
+    """A line about a run that goes over sampled targets more than once; None for others, or a limit of time alone."""
+    tokens, there = token_limit(config), cache.samples * cache.length
+    if cache.layout.estimator is Estimator.topk or tokens is None or tokens <= there:
+        return None
+    return (
+        f"the student goes over its cache {tokens / there:.3g} times: from the second on it learns the draws, too, "
+        f"and kl is below the divergence from the teacher; a cache of cache.tokens={tokens} has new ones for every step"
+    )
+
+
+def changed_loss(saved: Mapping[str, Any] | None, loss: DistillLossConfig) -> list[str]:
+    """Where a loss is not the one that a checkpoint remembers; what it does not (of an earlier version) is not told."""
+    return [
+        f"loss.{key}: {show(was)} so far, {show(now)} now"
+        for key, now in plain(loss).items()
+        if (was := (saved or {}).get(key, now)) != now
+    ]
 
 
 def cache_digest(cache: Cache) -> str:

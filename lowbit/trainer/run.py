@@ -355,6 +355,11 @@ class Pretraining:
     def _resume(self, snapshot: Snapshot | None) -> Position:
         """Take over a checkpoint's tensors, and return the position that they, or fresh weights, belong to."""
         assert self.loader is not None and self.engine is not None
+        if snapshot is not None and "caches" in snapshot.meta["identity"] and "caches" not in self._identity():
+            raise CheckpointError(
+                "the checkpoint is of a student of a teacher's cache: `lowbit distill train` goes on with it; to train "
+                "its model otherwise, give another run_name and begin with its weights, init_from=FOLDER"
+            )
         if snapshot is not None:
             self.engine.load(without_state(self.model, snapshot.model, self.ranks), snapshot.optimizer)
             self.engine.load_exchange(snapshot.exchange or {})

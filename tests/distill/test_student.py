@@ -15,26 +15,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.configs.schema import PrecisionConfig, ResumeDifference, SourceConfig, SourceKind
+from lowbit.configs.schema import (
+    PrecisionConfig,
+    ResumeDifference,
+    SourceConfig,
+    SourceKind,
+    TokenizerConfig,
+    TokenizerKind,
+)
 from lowbit.configs.schema_distill import CacheConfig, DistillConfig, DistillLossConfig, Divergence, Estimator
 from lowbit.configs.schema_precision import StatisticsConfig
 from lowbit.configs.stored import load_config
-from lowbit.configs.validate_distill import validate_cache, validate_distill, validate_train
-from lowbit.data.dataset import Dataset, prepare_data
+from lowbit.configs.validate_distill import student_config, validate_cache, validate_distill, validate_train
+from lowbit.data.dataset import Dataset
 from lowbit.data.loader import Cursor, SampleOrder
 from lowbit.distill import run as distill
 from lowbit.distill.batches import CachedLoader, DistilledBatch, StoredRows
 from lowbit.distill.codec import decode
 from lowbit.distill.making import CacheMaker
 from lowbit.distill.run import with_teacher
-from lowbit.distill.shards import Cache, is_there, token_checksums
-from lowbit.distill.student import Distilled, open_caches, renormalised
+from lowbit.distill.shards import Cache, is_there, open_cache, token_checksums
+from lowbit.distill.student import Distilled, changed_loss, open_caches, renormalised, repeated
 from lowbit.distill.teacher import Teacher, open_teacher
 from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.models.sparse_head import DistillTerms, SparseTargets
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.distributed import ALONE
 from lowbit.trainer.loaded import load_run
+from lowbit.trainer.run import pretrain
 
 Make = Callable[..., CacheMaker]
 
@@ -297,6 +305,61 @@ def test_going_on_with_another_cache_is_refused(
         distill.train(other, tmp_path / "student")
 
 
+def test_going_on_with_another_loss_is_announced(
+    cache: Cache, distillation: DistillConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    distill.train(distillation, tmp_path / "student")
+    distill.train(replace(distillation, max_steps=7), tmp_path / "student")
+    assert "the loss of this run changes" not in caplog.text
+    other = replace(distillation, max_steps=8, loss=DistillLossConfig(alpha=0.5))
+    assert distill.train(other, tmp_path / "student").step == 8
+    assert "the loss of this run changes after step 7: loss.alpha: 1.0 so far, 0.5 now" in caplog.text
+    assert changed_loss(None, other.loss) == [], "an earlier version's checkpoint does not say"
+    assert changed_loss({"divergence": "jsd", "alpha": 0.5}, other.loss) == [
+        "loss.divergence: jsd so far, forward_kl now"
+    ]
+
+
+def test_a_run_of_another_kind_is_not_gone_on_with(cache: Cache, distillation: DistillConfig, tmp_path: Path) -> None:
+    """Neither a student without its teacher nor the other way round; its weights may begin another run."""
+    distill.train(distillation, tmp_path / "student")
+    plain = replace(student_config(distillation), max_steps=7)
+    with pytest.raises(CheckpointError, match=r"is of a student of a teacher's cache: `lowbit distill train` goes on"):
+        pretrain(plain, tmp_path / "student")
+    with pytest.raises(CheckpointError, match=r"is of a student of a teacher's cache"):
+        pretrain(replace(plain, resume=str(tmp_path / "student")), tmp_path / "new")
+    pretrain(replace(plain, init_from=str(tmp_path / "student")), tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=r"is of a run without a teacher: .* another run_name .*init_from=FOLDER"):
+        distill.train(replace(distillation, max_steps=9), tmp_path / "plain")
+    begun = replace(distillation, init_from=str(tmp_path / "plain"))
+    assert distill.train(begun, tmp_path / "again").step == 6
+
+
+@pytest.mark.parametrize(
+    ("estimator", "limits", "times"),
+    [
+        (Estimator.varopt, {"max_steps": 2}, None),
+        (Estimator.varopt, {"max_steps": 3}, "1.5 times"),
+        (Estimator.gumbel, {"max_steps": None, "max_tokens": 1024}, "2 times"),
+        (Estimator.topk, {"max_steps": 3}, None),
+    ],
+)
+def test_learning_the_same_draws_again_is_told(
+    estimator: Estimator,
+    limits: dict[str, int | None],
+    times: str | None,
+    maker: Make,
+    distillation: DistillConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    maker(Path(distillation.cache.path), estimator=estimator).make()
+    distill.train(replace(distillation, **limits), tmp_path / "student")  # type: ignore[arg-type]
+    told = [r.getMessage() for r in caplog.records if "goes over its cache" in r.getMessage()]
+    assert len(told) == (times is not None) and all(f"cache {times}:" in line for line in told)
+    assert repeated(replace(distillation, max_steps=None), open_cache(Path(distillation.cache.path))) is None
+
+
 def test_what_does_not_fit_is_refused_naming_the_field(
     cache: Cache, distillation: DistillConfig, teacher_run: Path, tmp_path: Path
 ) -> None:
@@ -318,13 +381,44 @@ def test_what_does_not_fit_is_refused_naming_the_field(
         with pytest.raises((DataError, ConfigError), match=message) as caught:
             distill.train(replace(distillation, **change), tmp_path / "student")  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
-    tokens = prepare_data(distillation.data, lambda _: None).tokenizer.digest
-    manifest = json.loads((cache.folder / "manifest.json").read_text())
-    manifest["identity"]["tokenizer"] = "0" * 64
-    del manifest["identity_sha256"]
-    (cache.folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=rf"tokenizer: \"0+... there, \"{tokens[:12]}"):
-        distill.train(distillation, tmp_path / "student")
+
+
+@pytest.mark.parametrize("made_with", [True, False])
+def test_another_tokenizer_is_named_first_and_what_takes_the_cache(
+    made_with: bool, cache: Cache, distillation: DistillConfig, tmp_path: Path
+) -> None:
+    """Though it makes other shards of all data, too: the settings that the cache was made with, if it says them."""
+    if not made_with:
+        manifest = json.loads((cache.folder / "manifest.json").read_text())
+        del manifest["made_with"]
+        (cache.folder / "manifest.json").write_text(json.dumps(manifest))
+    trained = TokenizerConfig(kind=TokenizerKind.bpe, vocab_size=300)
+    other = replace(distillation, data=replace(distillation.data, tokenizer=trained, sequence_length=16))
+    wishes = "data.tokenizer.kind=bytes data.tokenizer.vocab_size=4096 data.sequence_length=32" if made_with else ""
+    message = (
+        rf"does not fit the student \(there: the cache; here: this run; it was made with {wishes or 'other data'}: "
+        r"give these, or another cache.path\): sequence_length: 32 there, 16 here; tokenizer: \"\w+... there, \"\w+... "
+        "here; vocab_size: 257 there, 300 here; data.fingerprint: "
+    )
+    with pytest.raises(DataError, match=message) as caught:
+        distill.train(other, tmp_path / "student")
+    assert "\n" not in str(caught.value)
+    warm = replace(distillation, cache=replace(distillation.cache, temperature=2.0))
+    with pytest.raises(DataError, match=r"made with cache.temperature=1.0: give .*: temperature: 1.0 there, 2.0"):
+        distill.train(warm, tmp_path / "student")
+
+
+def test_a_cache_is_not_averaged_with_itself(
+    cache: Cache, maker: Make, distillation: DistillConfig, tmp_path: Path
+) -> None:
+    """By another path, or a copy of it."""
+    shutil.copytree(cache.folder, tmp_path / "copy")
+    maker(tmp_path / "other", seed=1, targets=5).make()
+    for more in ([cache.folder], [tmp_path / "copy"], [tmp_path / "other", tmp_path / "x" / ".." / "other"]):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        config = replace(distillation, cache=replace(distillation.cache, more=[str(path) for path in more]))
+        with pytest.raises(ConfigError, match=r"cache.more: .* holds what .* does, .* takes each cache once; leave it"):
+            distill.train(config, tmp_path / "student")
 
 
 def test_caches_of_other_samples_cannot_be_averaged(
@@ -392,8 +486,8 @@ def test_an_id_outside_of_the_vocabulary_stops_training_and_is_named(
 ) -> None:
     """In a later one, the step that reads it is not made: neither an error of the device nor a bad student."""
     folders = [tmp_path / "good", Path(distillation.cache.path)] if several else [Path(distillation.cache.path)]
-    for folder in folders:
-        cache = maker(folder, estimator=estimator).make()
+    for folder in folders:  # the last with as many targets as always
+        cache = maker(folder, estimator=estimator, targets=8 if folder == folders[-1] else 5).make()
     spoil(cache, 9)
     monkeypatch.setattr(Cache, "check_ids", lambda _: None)
     config = replace(
