@@ -5,7 +5,8 @@
     python scripts/bench_comm.py link                    # gloo over links shaped to 100 Mbit/s and 1 Gbit/s (root)
     python scripts/bench_comm.py auto --rates 100mbit,1gbit,2gbit     # what comm=auto takes there, and how right it is
     torchrun --nproc_per_node=2 scripts/bench_comm.py nccl            # two-hop against NCCL's all-reduce, 25 MB to 4 GB
-    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo torchrun ... bench_comm.py nccl --slow
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo torchrun ... nccl --repeats 3
+    NCCL_MAX_NCHANNELS=1 torchrun ... nccl               # NVLink with fewer channels: where few bits break even
 
 `link` measures a step's communication of ZeRO 0 (gradients all-reduced) and of ZeRO 1 and 2 (gradients to their owners,
 weights gathered in BF16), against the cost model's prediction. Bytes are those that left the network device. `fp32` and
@@ -25,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import bench_nccl
 import torch
 import torch.distributed as dist
 from measure import Row, gpu_seconds, print_table, told, write
@@ -39,6 +41,7 @@ from lowbit.comm.noise import Noise
 from lowbit.comm.partition import piece_length
 from lowbit.comm.reducers import Bf16Reducer, CodedReducer, Reducer, choose
 from lowbit.comm.squinch import ReferenceSquinch
+from lowbit.errors import ConfigError
 
 # Codecs
 
@@ -318,38 +321,42 @@ def with_speedup(row: Row, rows: list[Row]) -> Row:
     return {**row, "over BF16": base / row["ms"]}
 
 
-def bench_nccl(args: argparse.Namespace) -> list[Row]:
-    """All-reduce of gradients on GPUs: NCCL's own in FP32 and BF16, and two hops."""
-    dist.init_process_group("nccl")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    group = dist.new_group()
-    assert group is not None
-    rows: list[Row] = []
-    sizes = [25, 100, 400] if args.slow else [25, 100, 400, 1600, 4000]
-    for megabytes in sizes:
-        n = megabytes * 1_000_000 // 2  # BF16 megabytes
-        x = torch.randn(n, device="cuda")
-        low = x.bfloat16()
-        runs: dict[str, Callable[[], Any]] = {
-            "NCCL fp32": lambda x=x: dist.all_reduce(x, group=group),  # type: ignore[misc]
-            "NCCL bf16": lambda low=low: dist.all_reduce(low, group=group),  # type: ignore[misc]
-        }
-        for name in args.kinds.split(","):
-            for pieces in args.pieces:
-                two_hop = TwoHop(group, make_codec(name), max(1 << 20, -(-n // pieces)))
-                runs[f"{name} in {pieces}"] = lambda t=two_hop, x=x: t.all_reduce_(x).wait()  # type: ignore[misc]
-        base = 0.0
-        for name, run in runs.items():
-            x.normal_()
-            seconds = torch.tensor([gpu_seconds(run, 5 if args.slow else 10)], device="cuda")
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            base = float(seconds) if name == "NCCL bf16" else base
-            rows.append({"MB in BF16": megabytes, "ranks": world, "way": name, "ms": float(seconds) * 1e3})
-        for row in rows[-len(runs) :]:
-            row["over NCCL bf16"] = base * 1e3 / row["ms"]
-    dist.destroy_process_group()
-    return rows if rank == 0 else []
+def at_least(least: int) -> Callable[[str], int]:
+    """An argument's type: whole numbers from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from {least} on")
+        return int(text)
+
+    return number
+
+
+def several(of: Callable[[str], Any]) -> Callable[[str], str]:
+    """An argument's type: some of these with commas between them."""
+
+    def checked(text: str) -> str:
+        for part in text.split(","):
+            of(part)
+        return text
+
+    return checked
+
+
+def rate(text: str) -> str:
+    """An argument's type: a link's rate."""
+    try:
+        parse_rate(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def kind(text: str) -> str:
+    """An argument's type: how gradients travel."""
+    if plain_name(text) not in CODECS:
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(CODECS)}")
+    return text
 
 
 def main() -> None:
@@ -357,29 +364,32 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     codec = commands.add_parser("codec")
     codec.add_argument("--device")
-    codec.add_argument("--codecs", default=",".join(CODECS))
+    codec.add_argument("--codecs", type=several(kind), default=",".join(CODECS))
     codec.add_argument("--warps", type=int, nargs="*", default=[], help="also with this many warps a program (GPU)")
     link, auto, rank, nccl = (commands.add_parser(name) for name in ("link", "auto", "_rank", "nccl"))
     for one in (link, auto):
-        one.add_argument("--rates", default="100mbit,1gbit")
-        one.add_argument("--ranks", default="2,4")
+        one.add_argument("--rates", type=several(rate), default="100mbit,1gbit")
+        one.add_argument("--ranks", type=several(at_least(2)), default="2,4")
     rank.add_argument("--rate", required=True)
     rank.add_argument("--of", choices=("link", "auto"), required=True)
     for one in (link, auto, rank):
-        one.add_argument("--kinds", default="fp32,bf16,bf16_hops,int8,squinch,sq48")
-        one.add_argument("--chunk", type=int, default=0, help="values in a piece")
-        one.add_argument("--repeats", type=int, default=3)
-    nccl.add_argument("--kinds", default="squinch,sq48,sq48_fast")
-    nccl.add_argument("--pieces", type=int, nargs="+", default=[1, 4])
-    nccl.add_argument("--slow", action="store_true", help="a throttled link: smaller sizes, fewer repeats")
+        one.add_argument("--kinds", type=several(kind), default="fp32,bf16,bf16_hops,int8,squinch,sq48")
+        one.add_argument("--chunk", type=at_least(0), default=0, help="values in a piece")
+        one.add_argument("--repeats", type=at_least(1), default=3)
+    nccl.add_argument("--kinds", type=several(kind), default="squinch,sq48,sq48_fast")
+    nccl.add_argument("--pieces", type=at_least(1), nargs="+", default=[1, 4])
+    nccl.add_argument("--repeats", type=at_least(1), default=10)
+    nccl.add_argument("--sizes", type=at_least(1), nargs="+", default=[25, 100, 400, 1600, 4000], help="MB in BF16")
+    for one in (codec, link, auto, rank):
+        one.add_argument("--values", type=at_least(1), default=0)
     for one in (codec, link, auto, rank, nccl):
-        one.add_argument("--values", type=int, default=0)
         one.add_argument("--out", default=f"bench_comm_{one.prog.split()[-1]}.json")
     args = parser.parse_args()
     if args.command == "_rank":
         (auto_rank if args.of == "auto" else link_rank)(args)
         return
-    rows = {"codec": bench_codec, "link": bench_link, "auto": bench_link, "nccl": bench_nccl}[args.command](args)
+    parts = {"codec": bench_codec, "link": bench_link, "auto": bench_link, "nccl": bench_nccl.rows_of}
+    rows = parts[args.command](args)
     if rows:
         print_table(rows)
         write(Path(args.out), {"rows": rows})

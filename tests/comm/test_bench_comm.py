@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_comm
 import pytest
 import shaped_network
 
@@ -47,6 +48,47 @@ def test_codec_table(tmp_path: Path) -> None:
     ns = {(row["codec"], row["operation"]): float(row["ns/value"]) for row in rows}
     assert len(ns) == 3 * 3  # squinch, its reference, bf16
     assert ns["squinch", "encode"] * 3 < ns["squinch reference", "encode"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_hops_beside_the_backend(tmp_path: Path) -> None:
+    """Over gloo: the loopback device carried what is counted, and a message is as long as its codec says."""
+    out = tmp_path / "nccl.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
+    command += ["nccl", "--sizes", "1", "4", "--kinds", "squinch", "--pieces", "1", "2", "--repeats", "1"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["MB in BF16"] for row in rows] == [1] * 4 + [4] * 4
+    assert [row["way"] for row in rows[4:]] == ["gloo fp32", "gloo bf16", "squinch in 1", "squinch in 2"]
+    for row in rows:
+        if "wire ms" in row:
+            assert row["bytes/value"] == pytest.approx(0.75, rel=1e-2)  # 6 bits a value, half of them away, two hops
+            assert row["on lo"] >= row["bytes/value"]  # other tests may send meanwhile
+            assert min(row["wire ms"], row["coding ms"], row["predicted"]) > 0 and 0 <= row["hidden"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("link --ranks 2,1", "--ranks: '1': give a whole number from 2 on"),
+        ("link --ranks two", "--ranks: 'two'"),
+        ("codec --values -5", "--values: '-5': give a whole number from 1 on"),
+        ("auto --repeats 0", "--repeats: '0'"),
+        ("link --chunk -1", "--chunk: '-1'"),
+        ("nccl --kinds squinch,nope", "--kinds: 'nope': give some of fp32, bf16"),
+        ("nccl --sizes 0", "--sizes: '0'"),
+        ("link --rates 1gbit,fast", "--rates: network='fast': give a link's rate"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_comm.py", *words.split()])
+    with pytest.raises(SystemExit):
+        bench_comm.main()
+    assert told in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_says_why_namespaces_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
