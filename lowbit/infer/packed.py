@@ -34,7 +34,7 @@ from lowbit.quant.spec import Outer, QuantSpec, Scale
 logger = logging.getLogger("lowbit")
 
 PAYING = (4,)
-"""Bits an element. With 8 the kernel is faster than BF16 at one row, not at 16 (docs/LOG.md); no step was timed."""
+"""Bits an element. With 8 a step of the 8B shape gains on BF16 at one row, and loses at 8 (docs/RESULTS.md)."""
 FEW_ROWS = 32
 """Most rows for which the packed form multiplies."""
 CHECKED = ((192, 8192), (208, 640), (16_400, 128))
