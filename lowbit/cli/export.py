@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lowbit.cli.generate import Checkpoint, Run
+from lowbit.errors import ConfigError
 
 
 class Format(StrEnum):
@@ -26,7 +27,8 @@ def export(
     averaged: Annotated[bool, typer.Option(help="The moving average (optim.ema_decay) of the weights.")] = False,
     shard_gb: Annotated[float, typer.Option(min=0.001, help="Most gigabytes in one file.")] = 5.0,
     check: Annotated[
-        bool, typer.Option(help="Load the folder with transformers and compare logits and every block's output.")
+        bool,
+        typer.Option(help="Load the folder (bf16, fp32) with transformers, compare logits and blocks' outputs."),
     ] = False,
 ) -> None:
     """Write a run as a Hugging Face folder, which AutoModelForCausalLM and others read.
@@ -36,6 +38,8 @@ def export(
     from lowbit.trainer.exported import check_export, open_weights
     from lowbit.trainer.exported import export as write
 
+    if check and format not in (Format.bf16, Format.fp32):
+        raise ConfigError(f"--check --format {format}: only bf16 and fp32 are compared; leave --check out")
     folder = out or run / f"export-{format}"
     weights = open_weights(run, checkpoint, averaged=averaged)
     files = write(weights, folder, format.value, int(shard_gb * 1e9))

@@ -1,4 +1,4 @@
-"""Quantised weights in the layout of compressed-tensors, which vLLM, transformers and others read.
+"""Quantised weights in the layout of compressed-tensors, which transformers and others read.
 
     NVFP4  nvfp4-pack-quantized  weight_packed uint8 [out, in / 2] (two E2M1 codes a byte, the even column in the low
                                  half), weight_scale E4M3 [out, in / 16], weight_global_scale FP32 [1], the reciprocal
@@ -35,7 +35,7 @@ class WeightFormat(StrEnum):
 
 
 SPECS: dict[WeightFormat, QuantSpec] = {WeightFormat.nvfp4: NVFP4_46, WeightFormat.mxfp8: MXFP8}
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of a block that servers multiply together, by their names in Hugging Face's files."""
 LAYOUTS = {WeightFormat.nvfp4: "nvfp4-pack-quantized", WeightFormat.mxfp8: "mxfp8-quantized"}
 
@@ -125,7 +125,7 @@ def _renamed(name: str, end: str) -> str:
 
 
 class WeightEncoder:
-    """Quantises the matrices of the layers; embedding, head and routers stay as they are (`hf.save.Encoder`)."""
+    """Quantises the matrices of the layers; embedding and head stay as they are (`hf.save.Encoder`)."""
 
     def __init__(self, fmt: WeightFormat) -> None:
         self._format = fmt
@@ -135,7 +135,7 @@ class WeightEncoder:
         groups: dict[str, dict[str, Tensor]] = {}
         for name, part in parts.items():
             stem, _, kind = name.removesuffix(".weight").rpartition(".")
-            if ".layers." in name and part.dim() == 2 and kind != "gate":  # a router
+            if ".layers." in name and part.dim() == 2:
                 key = next((f"{stem}.{'+'.join(fused)}" for fused in FUSED if kind in fused), name)
                 groups.setdefault(key, {})[name] = part
         return [FusedLayers(weights, self._format) for weights in groups.values()]

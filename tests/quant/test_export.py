@@ -69,11 +69,8 @@ def test_compressed_tensors_reads_exactly_these_numbers(fmt: WeightFormat) -> No
 def test_what_is_quantised_and_together_with_what() -> None:
     names = ["q_proj", "k_proj", "v_proj", "o_proj"]
     parts = {f"model.layers.0.self_attn.{name}.weight": torch.ones(32, 32) for name in names}
-    parts |= {f"model.layers.0.mlp.experts.1.{name}.weight": torch.ones(32, 32) for name in ("gate_proj", "up_proj")}
-    parts |= {
-        "model.layers.0.mlp.gate.weight": torch.ones(2, 32),
-        "model.layers.0.input_layernorm.weight": torch.ones(32),
-    }
+    parts |= {f"model.layers.0.mlp.{name}.weight": torch.ones(32, 32) for name in ("gate_proj", "up_proj")}
+    parts |= {"model.layers.0.input_layernorm.weight": torch.ones(32)}
     parts |= {"model.embed_tokens.weight": torch.ones(64, 32), "lm_head.weight": torch.ones(64, 32)}
     groups = [
         [name.split(".")[-2] for name in layers.weights] for layers in WeightEncoder(WeightFormat.nvfp4).layers(parts)

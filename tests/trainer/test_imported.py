@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowbit.cli.export import Format
+from lowbit.cli.export import export as export_command
 from lowbit.cli.start import with_start
 from lowbit.configs.compose import compose
 from lowbit.configs.schema import (
@@ -31,6 +33,7 @@ from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.hf.config import Family
+from lowbit.models.hf.describe import family_of
 from lowbit.models.hf.names import file_names
 from lowbit.models.hf.save import TABLES
 from lowbit.models.transformer import Transformer
@@ -197,6 +200,26 @@ def test_exports_that_cannot_be(tiny_run: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is neither the folder of a run"):
         open_weights(tmp_path)
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_check_of_weights_in_few_bits_is_refused_before_anything_is_written(
+    tiny_run: RunConfig, tmp_path: Path
+) -> None:
+    pretrain(replace(tiny_run, max_steps=1), tmp_path / "run")
+    for fmt in (Format.nvfp4, Format.mxfp8):
+        with pytest.raises(ConfigError, match=f"--check --format {fmt}: only bf16 and fp32 are compared"):
+            export_command(tmp_path / "run", fmt, tmp_path / "hf", check=True)
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("gate", list(GateKind))
+def test_moe_tiny_has_an_export_with_sigmoid_gates_only(gate: GateKind) -> None:
+    model = compose(["model=moe_tiny", f"model.moe.gate={gate}"]).model
+    if gate is GateKind.sigmoid:
+        assert family_of(model) is Family.dots1
+        return
+    with pytest.raises(CheckpointError, match=r"model\.moe\.shared=1: no architecture .* dots1 has sigmoid gates"):
+        family_of(model)
 
 
 def test_a_clamped_run_has_no_export_and_says_why(tiny_run: RunConfig, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lowbit.configs.schema import ModelConfig
 from lowbit.errors import CheckpointError
 from lowbit.models.hf.config import CONFIG, Family, read_config
 from lowbit.models.hf.folder import TensorFolder
-from lowbit.models.hf.names import file_names, surplus
+from lowbit.models.hf.names import HEAD, file_names, surplus
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
 
@@ -85,11 +85,11 @@ def _matched(files: TensorFolder, family: Family, shapes: Mapping[str, torch.Siz
             elif files.shape(source) != wanted:
                 problems.append(f"{source} is {list(files.shape(source))}, {CONFIG} makes it {list(wanted)}")
     used = {source for listed in sources.values() for source in listed}
-    head, table = "lm_head.weight", "model.embed_tokens.weight"
-    if "head.weight" not in shapes and {head, table} <= there:
-        used.add(head)
-        if not torch.equal(files.read(head), files.read(table)):
-            problems.append(f"{head} differs from {table}, but {CONFIG} says tie_word_embeddings=true")
+    table = "model.embed_tokens.weight"
+    if "head.weight" not in shapes and {HEAD, table} <= there:
+        used.add(HEAD)
+        if not torch.equal(files.read(HEAD), files.read(table)):
+            problems.append(f"{HEAD} differs from {table}, but {CONFIG} says tie_word_embeddings=true")
     problems += [f"{name} is not of this architecture" for name in surplus(there, used)]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from lowbit.errors import CheckpointError
 from lowbit.models.hf.config import Family
 
+HEAD = "lm_head.weight"
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _OUTSIDE = {
     "embedding.weight": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
+    "head.weight": HEAD,
 }
 _ATTENTION = {
     "attention.q.weight": "self_attn.q_proj.weight",

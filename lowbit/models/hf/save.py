@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig
+from lowbit.errors import CheckpointError
 from lowbit.models.cost import mup_ratio
 from lowbit.models.hf.config import Family
 from lowbit.models.hf.describe import family_of, write_config
 from lowbit.models.hf.folder import write_folder
-from lowbit.models.hf.names import IN_FP32, file_names
+from lowbit.models.hf.names import HEAD, IN_FP32, file_names
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -49,7 +50,10 @@ class Encoder(Protocol):
         ...
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config` of config.json; `ignored`: linear layers that are stored as they are."""
+        """The `quantization_config` of config.json.
+
+        ignored: linear layers that are not stored so. A tied head is one of them, although no tensor is its own.
+        """
         ...
 
 
@@ -72,8 +76,14 @@ def save_model(
         encoder: stores some of the matrices in few bits.
 
     Raises:
-        CheckpointError: no stock architecture computes this model; the folder is in use or cannot be written.
+        CheckpointError: no stock architecture computes this model, or nothing reads it in few bits; the folder is in
+            use or cannot be written.
     """
+    if encoder is not None and config.moe.experts:  # transformers 5 puts experts together, with one scale a row
+        raise CheckpointError(
+            f"model.moe.experts={config.moe.experts}: transformers does not read experts that are quantised in blocks: "
+            "--format bf16 would work"
+        )
     rows = config.vocab_rows or vocab_size
     kind = DTYPES[dtype]
     parts = parts_of(config, weights, rows)
@@ -85,8 +95,9 @@ def save_model(
         for layers in encoder.layers(parts):
             encoded |= dict.fromkeys(layers.sizes, layers)
             sizes = {name: size for name, size in sizes.items() if name not in layers.weights} | dict(layers.sizes)
-        plain = [name for name in sizes if name not in encoded and parts[name].dim() == 2 and "embed" not in name]
-        content["quantization_config"] = encoder.config([name.removesuffix(".weight") for name in plain])
+        linear = {HEAD} | {name for name, part in parts.items() if ".layers." in name and part.dim() == 2}
+        taken = {name for layers in encoded.values() for name in layers.weights}
+        content["quantization_config"] = encoder.config(sorted(n.removesuffix(".weight") for n in linear - taken))
 
     def make(name: str) -> Tensor:
         return encoded[name].take(name) if name in encoded else parts[name].to("cpu", types[name]).contiguous()

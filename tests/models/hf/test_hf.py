@@ -30,10 +30,12 @@ from lowbit.models.hf.config import Family, read_config
 from lowbit.models.hf.describe import family_of, write_config
 from lowbit.models.hf.folder import INDEX, SINGLE, TensorFolder
 from lowbit.models.hf.load import load_model
+from lowbit.models.hf.names import file_names
 from lowbit.models.hf.parity import compare
 from lowbit.models.hf.save import save_model
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
+from lowbit.quant.export import WeightEncoder, WeightFormat
 from lowbit.trainer import hardware
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -218,6 +220,47 @@ def test_a_vocabulary_larger_than_the_tokenizers_keeps_its_rows(tmp_path: Path) 
         assert torch.equal(ours.read("lm_head.weight"), theirs.lm_head.weight)
     with pytest.raises(CheckpointError, match="the tokenizer has 98 tokens and the model 97 embeddings"):
         load_model(tmp_path / "theirs", 98, torch.float32)
+
+
+LOW_BITS = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.1}
+
+
+@pytest.mark.parametrize("fmt", list(WeightFormat))
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+def test_weights_in_few_bits_are_read_by_transformers(name: str, tied: bool, fmt: WeightFormat, tmp_path: Path) -> None:
+    """Packed and dequantised, the logits are those of our model with the dequantised weights."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    family, changes = CASES[name]
+    stock_model(family, {**changes, **LOW_BITS, "tie_word_embeddings": tied}).save_pretrained(tmp_path / "theirs")
+    model = load_model(tmp_path / "theirs", VOCAB, torch.float32)
+    out, weights = tmp_path / "low", weights_and_state(model)
+    save_model(out, model.config, weights, VOCAB, encoder=WeightEncoder(fmt))
+    packed = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    how = CompressedTensorsConfig(dequantize=True)
+    plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16, quantization_config=how).float()
+    with torch.no_grad():
+        for ours, parameter in weights.items():
+            read = plain.get_parameter(file_names(family, ours)[0])
+            layer = parameter.dim() == 2 and ours.startswith("blocks")
+            close = (0.13 if fmt is WeightFormat.nvfp4 else 0.04) if layer else 0.004
+            assert (read - parameter).norm() < close * parameter.norm(), ours
+            parameter.copy_(read)
+        logits = model(tokens()) @ model.head_weight[:VOCAB].t()
+        torch.testing.assert_close(plain(tokens()).logits, logits, rtol=1e-4, atol=1e-4)
+        assert (packed(tokens()).logits.float() - logits).norm() < 0.03 * logits.norm()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe", "dots1"])
+def test_experts_in_few_bits_which_transformers_misreads_are_refused(name: str, tmp_path: Path) -> None:
+    stock_model(*CASES[name]).save_pretrained(tmp_path / "theirs")
+    model = load_model(tmp_path / "theirs", VOCAB, torch.float32)
+    for fmt in WeightFormat:
+        with pytest.raises(CheckpointError, match=r"model\.moe\.experts=[56]: transformers does not read experts"):
+            save_model(tmp_path / "low", model.config, weights_and_state(model), VOCAB, encoder=WeightEncoder(fmt))
+    assert not (tmp_path / "low").exists()
 
 
 def _edit_config(folder: Path, **changes: Any) -> None:
