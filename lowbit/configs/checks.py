@@ -24,10 +24,15 @@ class Range(NamedTuple):
         return above and below
 
     def words(self) -> str:
-        low = f"{'greater than' if self.open_low else 'at least'} {self.low:g}"
+        low = f"{'greater than' if self.open_low else 'at least'} {_number(self.low)}"
         if self.high == float("inf"):
             return low
-        return f"{low} and {'less than' if self.open_high else 'at most'} {self.high:g}"
+        return f"{low} and {'less than' if self.open_high else 'at most'} {_number(self.high)}"
+
+
+def _number(value: float) -> str:
+    """A bound as it may be typed: whole numbers with all their digits."""
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 COUNT = Range(1)

@@ -104,7 +104,8 @@ def parse(text: str, command: Command[RunConfig] = PRETRAIN) -> Any:
     except HydraException:
         key = text.partition("=")[0]
         raise ConfigError(
-            f"{text}: cannot be read; quote a value with spaces or any of ~{{}}[](),=: twice, as in {key}=\"'a, b'\""
+            f"{text}: cannot be read; quote a value with spaces, letters beyond ASCII, or any of ~{{}}[](),=: twice, "
+            f"as in {key}=\"'a, b'\""
         ) from None
 
 

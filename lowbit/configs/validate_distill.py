@@ -4,7 +4,7 @@ here what is the distillation's own."""
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.configs.checks import COUNT, FRACTION, POSITIVE, Range, check_ranges, refuse
+from lowbit.configs.checks import COUNT, FRACTION, Range, check_ranges, refuse
 from lowbit.configs.nearest import nearest_path
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.schema_distill import DistillConfig, Divergence, Estimator
@@ -14,7 +14,7 @@ from lowbit.errors import ConfigError
 RANGES = {
     "teacher.max_steps": COUNT,
     "cache.targets": Range(1, 255),
-    "cache.temperature": POSITIVE,
+    "cache.temperature": Range(0.01, 100),
     "cache.tokens": Range(1, 2**40),
     "cache.seed": Range(0, 2**32 - 1),
     "cache.micro_batch": Range(1, 2**20),
@@ -41,6 +41,10 @@ def _validate(config: DistillConfig) -> None:
     check_ranges(config, RANGES)
     if config.cache.tokens is None:
         student_tokens(config)
+    folders = [Path(path).expanduser().absolute() for path in (config.cache.path, *config.cache.more) if path]
+    if len(set(folders)) < len(folders):
+        why = "a cache is named twice, and an average takes each once"
+        raise refuse(config, "cache.path", "cache.more", why=why, works="leave it out of cache.more")
     path = config.teacher.path
     if path and not _is_folder(config, "teacher.path", path):
         why = f"no such folder{nearest_path(path)}"

@@ -57,10 +57,10 @@ def statistics(cache: Cache, folder: Path) -> list[str]:
     each = cache.bytes / positions
     rows = sum(s.totals["rows"] for s in cache.shards)
     totals = {key: sum(s.totals[key] for s in cache.shards) / max(rows, 1) for key in ("entropy", "named", "rest")}
-    teacher = identity["teacher"]
+    teacher, share = identity["teacher"], max(0.0, 1 - totals["rest"])  # rounded, the rest may be above 1
     named = {
-        "varopt": f"{totals['named']:.1f} of {layout.targets} entries exact, with {1 - totals['rest']:.1%} of the mass",
-        "topk": f"{layout.targets} exact entries with {1 - totals['rest']:.1%} of the mass; biased, a baseline",
+        "varopt": f"{totals['named']:.1f} of {layout.targets} entries exact, with {share:.1%} of the mass",
+        "topk": f"{layout.targets} exact entries with {share:.1%} of the mass; biased, a baseline",
         "gumbel": f"{layout.targets} entries, drawn without replacement",
         "multinomial": f"{totals['named']:.1f} different entries of {layout.targets} draws",
     }
@@ -114,8 +114,9 @@ def rescore(cache: Cache, samples: int, seed: int, device: str, teacher_path: st
     if teacher_path:
         data_config = _moved(data_config, Path(teacher_config.path), Path(teacher_path).expanduser())
         teacher_config = replace(teacher_config, path=teacher_path)
+    where = pick_device(device)
     try:
-        teacher = open_teacher(teacher_config, EngineConfig(), pick_device(device))
+        teacher = open_teacher(teacher_config, EngineConfig(), where)
     except (ConfigError, CheckpointError) as error:
         hint = "" if teacher_path else "; if it was moved, name its folder with --teacher FOLDER"
         raise DataError(f"{cache.folder}: cannot open its teacher: {error}{hint}") from error

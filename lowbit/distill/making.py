@@ -202,8 +202,10 @@ class CacheMaker:
                     continue
                 if self._manifest()["shards"] is not None:  # another process has finished it all
                     return
-                with _claimed(self.folder / f".{shard_name(number)}.lock", wait, self._needed()) as mine:
+                lock = self.folder / f".{shard_name(number)}.lock"
+                with _claimed(lock, wait, self._needed()) as mine:
                     if self._manifest()["shards"] is not None:
+                        lock.unlink(missing_ok=True)  # made anew after the last of the others had removed all
                         return
                     if mine and self._record(number) is None:
                         self._make_shard(number)

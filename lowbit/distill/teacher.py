@@ -12,7 +12,7 @@ from lowbit.configs.schema import EngineConfig
 from lowbit.configs.schema_distill import TeacherConfig
 from lowbit.configs.stored import plain
 from lowbit.data.batch import Batch
-from lowbit.errors import ConfigError, DataError
+from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.models.hf.config import is_hf_folder
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.engine import wants_compile
@@ -99,6 +99,8 @@ def open_teacher(config: TeacherConfig, engine: EngineConfig, device: torch.devi
         run = load_run(path, config.checkpoint, str(device), precision=config.precision)
     except ConfigError as error:
         raise ConfigError(f"teacher: {error}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"teacher.checkpoint={config.checkpoint}: {error}") from None
     model = run.model.eval().requires_grad_(False)
     if wants_compile(engine.compile, device):
         model.compile_blocks()

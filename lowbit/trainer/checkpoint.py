@@ -42,6 +42,8 @@ __all__ = ["CheckpointStore", "Snapshot"]
 
 REPLACED = ".replaced"
 TEMPORARY = (".writing-", ".deleting-")
+_NAMED = 3
+"""Checkpoints, the newest, that a message names."""
 
 
 class CheckpointStore:
@@ -221,7 +223,9 @@ class CheckpointStore:
         for folder in (path / "checkpoints", path):
             if any(folder.glob("step_*")):
                 return folder
-        raise CheckpointError(f"{path} is neither a checkpoint nor a folder with checkpoints")
+        names = [found.name for found in self.list()]
+        there = f"{self.folder} holds {', '.join(names[-_NAMED:])}" if names else f"{self.folder} holds none"
+        raise CheckpointError(f"{path} is neither a checkpoint nor a folder with checkpoints; {there}")
 
     def peek(self, place: Path) -> dict[str, Any] | None:
         """The meta of a checkpoint, or of the newest that can be read in a folder of them, without its tensors.

@@ -125,7 +125,10 @@ def _place(resume: str, store: CheckpointStore) -> Path | None:
         return None
     if resume == "auto":
         return store.folder if store.list() else None
-    return store.find(resume)
+    try:
+        return store.find(resume)
+    except CheckpointError as error:
+        raise CheckpointError(f"resume={resume}: {error}") from None
 
 
 def _given_tokenizer(config: DataConfig) -> Tokenizer | None:

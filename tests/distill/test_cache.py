@@ -35,7 +35,7 @@ from lowbit.distill.making import CacheMaker
 from lowbit.distill.shards import MANIFEST, Cache, open_cache, read_manifest, token_checksums
 from lowbit.distill.student import cache_digest
 from lowbit.distill.teacher import Teacher, open_teacher
-from lowbit.errors import ConfigError, DataError, NonFiniteError
+from lowbit.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from lowbit.trainer.exported import export, open_weights
 
 Make = Callable[..., CacheMaker]
@@ -265,8 +265,7 @@ def test_a_cache_finished_meanwhile_is_left_alone(maker: Make, tmp_path: Path, m
     monkeypatch.setattr(making, "_claimed", late)
     assert slow.make().samples == 32
     maker(tmp_path / "whole", tokens=1024).make()
-    shards = {name: data for name, data in contents(tmp_path / "c").items() if not name.endswith(".lock")}
-    assert shards == contents(tmp_path / "whole")
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole"), "no lock is left, either"
 
 
 def test_an_unfinished_cache_without_a_wish_is_finished_as_it_was_begun(
@@ -771,3 +770,29 @@ def test_a_moved_teacher_is_verified(kind: str, distillation: DistillConfig, tea
     with pytest.raises(DataError, match=r"cannot open its teacher: .*old: .*name its folder with --teacher FOLDER"):
         rescore(cache, 16, 1, "cpu")
     assert rescore(cache, 16, 1, "cpu", str(tmp_path / "new")).identical == 16
+
+
+def test_a_device_that_is_none_is_not_the_teachers_fault(maker: Make, tmp_path: Path) -> None:
+    cache = maker(tmp_path / "c").make()
+    with pytest.raises(ConfigError, match="tpu") as caught:
+        rescore(cache, 16, 1, "tpu")
+    assert "teacher" not in str(caught.value)
+
+
+def test_a_checkpoint_of_the_teacher_that_is_none_is_named_by_its_key(distillation: DistillConfig) -> None:
+    wrong = replace(distillation.teacher, checkpoint="9")
+    message = (
+        r"^teacher.checkpoint=9: 9 is neither a checkpoint nor a folder with checkpoints; .*/run/checkpoints holds "
+        r"step_00000200$"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        open_teacher(wrong, distillation.engine, torch.device("cpu"))
+
+
+def test_a_flat_teachers_mass_is_not_below_zero(maker: Make, tmp_path: Path) -> None:
+    """Sums of rows whose rest is all there is may round to a little more than there are rows."""
+    cache = maker(tmp_path / "c").make()
+    for shard in cache.shards:
+        shard.totals["rest"] = shard.totals["rows"] * (1 + 1e-7)
+    [line] = [line for line in statistics(cache, cache.folder) if "targets   " in line]
+    assert " entries exact, with 0.0% of the mass" in line

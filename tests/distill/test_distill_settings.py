@@ -5,6 +5,7 @@ import pytest
 from lowbit.configs.compose import compose, compose_for
 from lowbit.configs.overrides import DISTILL
 from lowbit.configs.schema_distill import DistillConfig
+from lowbit.configs.validate_distill import validate_distill
 from lowbit.errors import ConfigError
 
 
@@ -43,9 +44,42 @@ def test_the_teachers_model_is_a_preset_or_keys_of_one() -> None:
             "teacher.precision=null",
             r"teacher.precision takes the name of a preset, .*set keys as teacher.precision.KEY=",
         ),
+        (
+            "cache.path=ß/ü",
+            r"cache.path=ß/ü: cannot be read; quote a value with spaces, letters beyond ASCII, or any of",
+        ),
         ("teacher.precision.forward=3.5", r"teacher.precision.forward=3.5: expected text"),
     ],
 )
 def test_mistakes_about_the_teacher_name_what_would_work(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(override)
+
+
+def test_letters_beyond_ascii_are_read_as_the_message_says() -> None:
+    assert resolved("cache.path='ß/ü'").cache.path == "ß/ü"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("cache.temperature=1e-30", r"must be at least 0.01 and at most 100; cache.temperature=1.0 would work"),
+        ("cache.temperature=1e9", r"must be at least 0.01 and at most 100; "),
+        ("cache.seed=4294967296", r"must be at least 0 and at most 4294967295; cache.seed=1 would work"),
+        ("cache.tokens=0", r"must be at least 1 and at most 1099511627776; "),
+        (
+            "cache.more=[a/b/../c,a/b/../c]",
+            r"cache.path= cache.more=\[.*\]: a cache is named twice, .* leave it",
+        ),
+    ],
+)
+def test_numbers_out_of_their_range_and_caches_named_twice_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate_distill(resolved(override))
+    for temperature in (0.01, 100.0):
+        validate_distill(resolved(f"cache.temperature={temperature}"))
+
+
+def test_a_cache_beside_itself_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"cache.path=c1 cache.more=\[c1\]: a cache is named twice"):
+        validate_distill(resolved("cache.path=c1", "cache.more=[c1]"))

@@ -85,7 +85,10 @@ CHANGES: dict[str, tuple[Callable[[RunConfig], RunConfig], str]] = {
     ),
     "another shape too": (_wider, r"mlp_width: 48 .* other shapes: start anew"),
     "anew": (lambda c: replace(c, resume="none"), r"already holds checkpoints and resume=none"),
-    "from nowhere": (lambda c: replace(c, resume=c.data.cache_dir), r"is neither a checkpoint nor"),
+    "from nowhere": (
+        lambda c: replace(c, resume=c.data.cache_dir),
+        r"^resume=.*: .* is neither a checkpoint nor .* holds step_",
+    ),
 }
 
 
