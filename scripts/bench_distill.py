@@ -10,11 +10,14 @@ Settings are those of `lowbit distill` (teacher.path names a trained teacher; el
 kept). Every student of a seed sees the same samples in the same order from the same initial weights; only its targets
 differ: `full` has the teacher's whole distribution online, `ce` the text alone, ESTIMATOR-K a cache of K targets.
 
-Speed of training: runs from the cache and plain ones, whose batches come from the loader of pretraining, in turns.
+Speed of training: runs from the cache and plain ones, whose batches come from the loader of pretraining, in turns. What
+the operating system keeps of the cache in memory is dropped before each: `data_wait`, the share of the time in which the
+loop waits for batches, is that of a cache on the disk.
 """
 
 import argparse
 import json
+import os
 import statistics
 import time
 from dataclasses import asdict, replace
@@ -270,6 +273,7 @@ def training(config: DistillConfig, out: Path, teacher: Teacher, data: Dataset) 
             run_dir, plain = out / f"speed-{name}-{turn}", name == "ce"
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
+            drop_pages(cache)
             train(config, cache.folder, run_dir, device, NextToken(config.optim.z_loss) if plain else None, plain)
             metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
             found += [r for r in metrics if r["step"] > 10 and "tokens_per_second" in r]
@@ -283,6 +287,17 @@ def training(config: DistillConfig, out: Path, teacher: Teacher, data: Dataset) 
     }
     result["training"] = result["distilled"]["tokens_per_second"] / result["ce"]["tokens_per_second"]
     return result | {"reading": reading(cache, device)}
+
+
+def drop_pages(cache: Cache) -> None:
+    """Have the operating system forget what it keeps of a cache's shards, so that they are read from the disk."""
+    for shard in cache.shards:
+        file = os.open(cache.folder / shard.file, os.O_RDONLY)
+        try:
+            os.fsync(file)  # only what is written can be forgotten
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
 
 
 @torch.no_grad()

@@ -212,6 +212,25 @@ def test_memory_is_a_chunks() -> None:
     assert _largest_allocation(run) == PADDED * WIDTH < TOKENS * VOCAB
 
 
+@pytest.mark.parametrize("chunk", [64, 192])
+@pytest.mark.parametrize("terms", [DistillTerms(alpha=0.5), DistillTerms(Divergence.jsd)], ids=str)
+def test_memory_follows_the_chunk_in_a_students_whole_loss(terms: DistillTerms, chunk: int) -> None:
+    """Of 128k tokens of vocabulary, loss and gradients: nothing is larger than a chunk's logits."""
+    vocab, width, tokens = 128_256, 4, 450
+    assert chunk * vocab > vocab * width, "a chunk's logits are larger than the head's gradient"
+    hidden = torch.randn(tokens, width).requires_grad_()
+    weight = torch.randn(vocab, width).requires_grad_()
+    teacher = SparseTargets(torch.randint(vocab, (tokens, 16)), torch.full((tokens, 16), 1 / 17), torch.ones(tokens))
+
+    def run() -> None:
+        lm_head_distill_loss(
+            hidden, weight, torch.randint(vocab, (tokens,)), torch.ones(tokens), teacher, terms,
+            vocab_size=vocab, chunk_tokens=chunk,
+        ).loss_sum.backward()  # fmt: skip
+
+    assert _largest_allocation(run) == chunk * vocab
+
+
 def test_without_gradients_none_are_computed() -> None:
     hidden, weight, targets, weights = _data()
     teacher = teacher_targets()
@@ -271,9 +290,10 @@ def test_on_a_gpu_against_the_oracle(terms: DistillTerms) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_memory_is_a_chunks() -> None:
+@pytest.mark.parametrize("chunk", [256, 512, 1024])
+def test_on_a_gpu_memory_is_a_chunks(chunk: int) -> None:
     """128k tokens of vocabulary, BF16: the loss and its gradients take the chunk's logits and little more."""
-    vocab, width, tokens, chunk = 128_256, 256, 4096, 512
+    vocab, width, tokens = 128_256, 256, 8192
     hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(vocab, width, device="cuda") * 0.05).requires_grad_()
     targets = torch.randint(0, vocab, (tokens,), device="cuda")
