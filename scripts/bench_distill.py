@@ -10,9 +10,9 @@ Settings are those of `lowbit distill` (teacher.path names a trained teacher; el
 kept). Every student of a seed sees the same samples in the same order from the same initial weights; only its targets
 differ: `full` has the teacher's whole distribution online, `ce` the text alone, ESTIMATOR-K a cache of K targets.
 
-Speed of training: runs from the cache and plain ones, whose batches come from the loader of pretraining, in turns. What
-the operating system keeps of the cache in memory is dropped before each: `data_wait`, the share of the time in which the
-loop waits for batches, is that of a cache on the disk.
+Speed of training: runs from the cache and plain ones, whose batches come from the loader of pretraining, in turns.
+Before each, what the operating system keeps of the cache in memory is dropped: `data_wait`, the share of the time in
+which the loop waits for batches, is that of a cache on the disk.
 """
 
 import argparse
