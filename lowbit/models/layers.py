@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit.errors import DataError
 from lowbit.models import kernels
 from lowbit.models.low_rank import LowRank
 
@@ -208,8 +209,17 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.zeros(rows, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [...] -> FP32 [..., width]."""
-        return F.embedding(tokens, self.weight)
+        """tokens int64 [...] -> FP32 [..., width].
+
+        Raises DataError for no tokens at all, another type, and on a CPU for a token without a row.
+        """
+        if tokens.dtype not in (torch.int32, torch.int64) or not tokens.numel():
+            raise DataError(f"tokens are {tokens.dtype} {list(tokens.shape)}: they must be int64, and at least one")
+        try:
+            return F.embedding(tokens, self.weight)
+        except IndexError:
+            rows = self.weight.shape[0]
+            raise DataError(f"tokens lie in {int(tokens.min())}..{int(tokens.max())}, not in 0..{rows - 1}") from None
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}"

@@ -98,7 +98,7 @@ class Visibility:
         Args:
             max_sequence: positions lie below it.
             document: int [B, T], the number of each token's document: nothing is visible across two of them.
-            tree: intervals that overlap must lie one inside the other, else a token would see part of a branch.
+            tree: a branch lies inside the one it leaves, and no token sees one of a branch that begins behind its own.
 
         Raises:
             DataError: names the row and the token. Reads values, so on a GPU it waits for them.
@@ -121,30 +121,41 @@ class Visibility:
         end = torch.iinfo(torch.int32).max if max_sequence is None else max_sequence
         self._require((self.position >= 0) & (self.position < end), "position", f"must lie in 0..{end - 1}")
         if document is not None:
+            if document.shape != shape or document.dtype.is_floating_point or document.dtype.is_complex:
+                raise DataError(
+                    f"document must be int [batch, tokens] like start {list(shape)}, "
+                    f"got {document.dtype} {list(document.shape)}"
+                )
             here = document.gather(1, self.start.long())
             self._require(here == document, "start", "is a token of another document")
             here = document.gather(1, self.limit.long() - 1)
             self._require(here == document, "limit", "lies beyond the end of its document")
         if tree:
-            self._require(self._nested(), "limit", "ends behind that of a token it descends from")
+            nested, open_since = self._branches()
+            self._require(nested, "limit", "ends behind that of a token it descends from")
+            self._require(self.start >= open_since, "start", "lies in a branch that has ended, which would see it")
 
     def is_causal(self) -> bool:
         """Whether every token sees all before it and nothing else. Reads values, so on a GPU it waits for them."""
         index = torch.arange(self.start.shape[1], device=self.start.device)
         return bool(((self.start == index) & (self.limit == len(index))).all())
 
-    def _nested(self) -> Tensor:
-        """bool [B, T]: whether a token's limit lies within those of all tokens before it that it sees."""
-        good = torch.ones_like(self.start, dtype=torch.bool)
+    def _branches(self) -> tuple[Tensor, Tensor]:
+        """For each token, [B, T]: whether its limit lies within those of all tokens before it that it sees, and one
+        past the last token before it that it does not see."""
+        nested = torch.ones_like(self.start, dtype=torch.bool)
+        since = torch.zeros_like(self.start)
         for row, limits in enumerate(self.limit.tolist()):
-            open_limits: list[int] = []  # of the tokens that the present one sees, the innermost last
+            seen: list[int] = []  # by the present token, the innermost last
+            ended = 0
             for token, limit in enumerate(limits):
-                while open_limits and open_limits[-1] <= token:
-                    open_limits.pop()
-                if open_limits and limit > open_limits[-1]:
-                    good[row, token] = False
-                open_limits.append(limit)
-        return good
+                while seen and limits[seen[-1]] <= token:
+                    ended = max(ended, seen.pop() + 1)
+                if seen and limit > limits[seen[-1]]:
+                    nested[row, token] = False
+                since[row, token] = ended
+                seen.append(token)
+        return nested, since
 
     def _require(self, good: Tensor, name: str, rule: str) -> None:
         if bool(good.all()):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lowbit.models.layers import GroupedLinear, frozen_weights
+from lowbit.errors import DataError
+from lowbit.models.layers import Embedding, GroupedLinear, frozen_weights
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [0, 0, 0, 8], [2, 2, 2, 2]])
@@ -33,3 +34,18 @@ def test_each_group_meets_its_own_weight(sizes: list[int], dtype: torch.dtype) -
             layer.weight.zero_()
             assert torch.equal(layer(x, offsets), y)
     assert layer.frozen is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([[0, -1]]), r"tokens lie in -1\.\.0, not in 0\.\.6"),
+        (torch.tensor([[0, 7]]), r"tokens lie in 0\.\.7, not in 0\.\.6"),
+        (torch.zeros(1, 3), r"tokens are torch\.float32 \[1, 3\]: they must be int64"),
+        (torch.zeros(1, 0, dtype=torch.int64), r"tokens are torch\.int64 \[1, 0\]: .* at least one"),
+    ],
+)
+def test_tokens_that_are_none_are_one_line(tokens: torch.Tensor, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Embedding(7, 4)(tokens)
+    assert Embedding(7, 4)(torch.tensor([[0, 6]], dtype=torch.int32)).shape == (1, 2, 4)

@@ -1,5 +1,7 @@
 """Visibility against a mask spelled out in plain Python from document numbers."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -116,3 +118,37 @@ def test_validation_of_documents_and_trees_names_the_token() -> None:
     rule.limit[0, 2] = 4
     with pytest.raises(DataError, match=r"limit\[0, 2\] = 4 of token 2 in row 0: ends behind that of a token"):
         rule.validate(document=number, tree=True)
+
+
+def _rule(start: list[int], limit: list[int]) -> Visibility:
+    row = torch.tensor([start, limit, list(range(len(start)))], dtype=torch.int32)
+    return Visibility(*row[:, None])
+
+
+def test_a_tree_in_which_a_branch_sees_another_is_refused_and_no_other() -> None:
+    """All rules of four tokens. In a tree the tokens that a token sees before it see no token that does not see them:
+    what has been seen in one branch goes on being seen until the branch ends."""
+    with pytest.raises(DataError, match=r"start\[0, 2\] = 1 of token 2 in row 0: lies in a branch that has ended"):
+        _rule([0, 1, 1], [3, 2, 3]).validate(tree=True)
+    count = 4
+    good = 0
+    for start in itertools.product(*(range(i + 1) for i in range(count))):
+        for limit in itertools.product(*(range(i + 1, count + 1) for i in range(count))):
+            nested = all(limit[j] <= limit[i] for i in range(count) for j in range(i, limit[i]))
+            mutual = all(limit[query] > key for key in range(count) for query in range(start[key], key))
+            rule = _rule(list(start), list(limit))
+            if nested and mutual:
+                rule.validate(tree=True)
+                good += 1
+            else:
+                with pytest.raises(DataError, match=r"visibility\.(start|limit)\[0, \d\]"):
+                    rule.validate(tree=True)
+    assert good > 14
+
+
+@pytest.mark.parametrize(
+    "document", [torch.zeros(1, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 3)]
+)
+def test_documents_of_another_shape_or_type_are_one_line(document: torch.Tensor) -> None:
+    with pytest.raises(DataError, match=r"document must be int \[batch, tokens\] like start \[1, 3\], got torch"):
+        _rule([0, 1, 2], [3, 3, 3]).validate(document=document)
