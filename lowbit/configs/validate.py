@@ -35,7 +35,7 @@ from lowbit.configs.schema import (
 )
 from lowbit.configs.schema_model import head_dim_of
 from lowbit.configs.validate_data import check_data
-from lowbit.configs.validate_model import MODEL_EXAMPLES, MODEL_RANGES, check_model
+from lowbit.configs.validate_model import MODEL_EXAMPLES, MODEL_RANGES, check_model, check_used
 from lowbit.configs.validate_precision import check_precision
 from lowbit.errors import ConfigError
 
@@ -116,6 +116,7 @@ def validate(config: RunConfig) -> None:
     check_ranges(config, RANGES, EXAMPLES)
     _run(config)
     check_model(config)
+    check_used(config)
     _sequences(config)
     _batch(config)
     _engine(config)

@@ -79,6 +79,20 @@ def check_model(config: RunConfig) -> None:
     _rope(config)
 
 
+def check_used(config: RunConfig) -> None:
+    """Raise ConfigError for settings of the model that would do nothing.
+
+    A model that was trained with them is what it is, so this is asked of new runs only.
+    """
+    m = config.model
+    if len(m.windows) > m.layers:
+        works = f"model.layers={len(m.windows)} or fewer windows would work"
+        raise refuse(config, "model.windows", "model.layers", why="the last windows are no layer's", works=works)
+    if m.moe.shared and not m.moe.experts:
+        why, works = "without experts nothing is beside them", "model.moe.shared=0 would work"
+        raise refuse(config, "model.moe.shared", "model.moe.experts", why=why, works=works)
+
+
 def _heads(config: RunConfig) -> None:
     m = config.model
     if m.head_dim is None and m.width % m.heads:

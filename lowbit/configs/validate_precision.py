@@ -6,7 +6,7 @@ Which layers exist and which formats fit them is known later, to `lowbit.quant.a
 import re
 
 from lowbit.configs.checks import refuse
-from lowbit.configs.schema import MlpKind, RunConfig, ScheduleKind
+from lowbit.configs.schema import MlpKind, NormPlacement, RunConfig, ScheduleKind
 
 
 def check_precision(config: RunConfig) -> None:
@@ -72,3 +72,6 @@ def _stabilisers(config: RunConfig) -> None:
     if s.clamp.enabled and config.model.mlp is not MlpKind.relu2:
         why = "the bound is that of a squared ReLU"
         raise refuse(config, f"{key}.clamp.enabled", "model.mlp", why=why, works="model.mlp=relu2 would work")
+    if s.clamp.enabled and config.model.norm_placement is NormPlacement.after:
+        why, works = "the bound needs an input of unit mean square", "model.norm_placement=before would work"
+        raise refuse(config, f"{key}.clamp.enabled", "model.norm_placement", why=why, works=works)

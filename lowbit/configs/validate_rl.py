@@ -84,6 +84,7 @@ def validate_rl(config: RlConfig) -> None:
     _algorithm(config)
     _folders(config)
     _lora(config)
+    _experts(config)
     _stabilisers(config)
 
 
@@ -218,6 +219,16 @@ def _lora(config: RlConfig) -> None:
         if getattr(config.precision.stabilisers, name).enabled:
             why = "stabilisers look after weights that train, and these are frozen"
             raise refuse(config, "lora.rank", key, why=why, works=f"{key}=false would work")
+
+
+def _experts(config: RlConfig) -> None:
+    """A capacity drops tokens of the micro-batch that is trained on; a sampler has all of them."""
+    if config.model.moe.experts and config.model.moe.capacity is not None:
+        why = (
+            "tokens would be dropped in training alone, so the trainer would compute another function than the sampler"
+        )
+        works = "model.moe.capacity=null would work"
+        raise refuse(config, "model.moe.experts", "model.moe.capacity", why=why, works=works)
 
 
 def _stabilisers(config: RlConfig) -> None:

@@ -8,7 +8,7 @@ to the top k of s + b and weighs them by s alone, normalised to sum 1 where so c
                    s_e (sigmoid: of s_e / sum s), over the tokens of a micro-batch (Switch, arXiv 2101.03961). It is 1
                    when balanced; f is a constant in its gradient.
     bias b         moved after each optimizer step by `bias_rate` towards the experts below the mean load (arXiv
-                   2408.15664); it changes the choice and no gradient. `trainer/experts.py` moves it.
+                   2408.15664); it changes the choice and no gradient. `trainer/layer_metrics.py` moves it.
 
 Router z-loss, mean (logsumexp of a token's logits)^2 (ST-MoE, arXiv 2202.08906), keeps the logits small.
 

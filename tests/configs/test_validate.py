@@ -48,6 +48,16 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({"model.kv_from": [0, 2, 2, 3]}, ["model.kv_from=[0, 2, 2, 3]", "an earlier layer"]),
     ({"model.moe.experts": 2, "model.moe.top_k": 3}, ["model.moe.top_k=3", "model.moe.experts=2"]),
     ({"model.moe.experts": 2, "model.moe.first_dense": 4}, ["model.moe.first_dense=4", "no layer would have experts"]),
+    ({"model.windows": [0, 9, 0, 0, 9]}, ["model.windows=[0, 9, 0, 0, 9]", "model.layers=4", "model.layers=5 or"]),
+    ({"model.moe.shared": 2}, ["model.moe.shared=2", "model.moe.experts=0", "model.moe.shared=0 would work"]),
+    (
+        {
+            "precision.stabilisers.clamp.enabled": True,
+            "model.mlp": "relu2",
+            "model.norm_placement": "after",
+        },
+        ["clamp.enabled=true model.norm_placement=after", "unit mean square", "model.norm_placement=before would work"],
+    ),
     ({"data.sequence_length": 4096}, ["data.sequence_length=4096", "model.max_sequence=2048"]),
     ({"data.shard_tokens": 256}, ["data.shard_tokens=256", "data.sequence_length=256"]),
     ({"evaluation.sample_tokens": 4000}, ["evaluation.sample_tokens=4000", "model.max_sequence=2048"]),
@@ -230,6 +240,17 @@ def _rl(key: str, path: str) -> None:
         "algorithm": {"algorithm.kl": 0.01},
     }
     validate_rl(build(RlConfig, tree({**needs.get(key.partition(".")[0], {}), key: path}, base)))
+
+
+def test_a_sampler_that_drops_no_tokens_wants_a_trainer_that_drops_none() -> None:
+    base = tree({"data.sources": {}, "data.tokenizer.kind": "bytes"}, plain(RlConfig(max_steps=10)))
+    moe = {"model.moe.experts": 4, "model.moe.capacity": 1.5}
+    why = "model.moe.experts=4 model.moe.capacity=1.5: .* another function than the sampler; model.moe.capacity=null"
+    with pytest.raises(ConfigError, match=why):
+        validate_rl(build(RlConfig, tree(moe, base)))
+    validate_rl(build(RlConfig, tree({**moe, "model.moe.capacity": None}, base)))
+    validate_rl(build(RlConfig, tree({"model.moe.capacity": 1.5}, base)))
+    validate(build(RunConfig, tree(moe)))
 
 
 PATHS: list[tuple[Callable[[str, str], None], str]] = [
