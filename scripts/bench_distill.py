@@ -16,6 +16,7 @@ which the loop waits for batches, is that of a cache on the disk.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -290,7 +291,11 @@ def training(config: DistillConfig, out: Path, teacher: Teacher, data: Dataset) 
 
 
 def drop_pages(cache: Cache) -> None:
-    """Have the operating system forget what it keeps of a cache's shards, so that they are read from the disk."""
+    """Have the operating system forget what it keeps of a cache's shards, so that they are read from the disk.
+
+    What a process has mapped stays: an earlier run's caches go first.
+    """
+    gc.collect()
     for shard in cache.shards:
         file = os.open(cache.folder / shard.file, os.O_RDONLY)
         try:

@@ -233,6 +233,25 @@ def test_bytes_a_position_at_128k_tokens(estimator: Estimator, limit: int) -> No
     assert layout.most_bits / 8 < 58
 
 
+@pytest.mark.parametrize(
+    ("scale", "nats", "varopt"),
+    [(0.5, 11.6, 29.3), (3.0, 7.4, 32.0), (5.0, 3.2, 37.5), (7.0, 1.7, 41.2), (9.0, 1.1, 43.4), (40.0, 0.2, 47.6)],
+)
+def test_bytes_a_position_by_entropy(scale: float, nats: float, varopt: float) -> None:
+    """Ids anywhere in 128,000 tokens: a peaked teacher's row names more entries, each with a weight of its own, and
+    takes more bytes (docs/distill.md has these figures); gumbel's entries all have one."""
+    samples, length, vocab = 2, 32, 128_000
+    logits = torch.randn(samples * length, vocab, generator=torch.Generator().manual_seed(8)) * scale
+    for estimator, each in ((Estimator.varopt, varopt), (Estimator.gumbel, 49.5)):
+        layout = Layout(estimator, 16, vocab)
+        kept, entropy, places = keep(estimator, logits, 16, samples)
+        assert float(entropy.mean()) == pytest.approx(nats, abs=0.1)
+        words, _ = store(layout, kept, entropy, places, samples)
+        rows = samples * (length - 1)  # of a sample's positions one is SKIPPED
+        found = (4 * len(words) - samples * layout.header_bits / 8) / rows
+        assert found == pytest.approx(each, abs=0.4), f"{estimator.value} at {float(entropy.mean()):.2f} nats"
+
+
 def test_reading_beyond_the_end_does_not_fail() -> None:
     """Damaged bits may point anywhere; decoding them gives rubbish of the right shape, not an error in a kernel."""
     torch.manual_seed(2)
