@@ -129,6 +129,8 @@ class CacheMaker:
         complete = self._begin()
         ours: set[int] = set()
         try:
+            if complete:
+                self._make_lost()
             while not complete:
                 self._make_missing(ours)
                 complete = self._finish(ours)
@@ -210,6 +212,29 @@ class CacheMaker:
                     if mine and self._record(number) is None:
                         self._make_shard(number)
                         ours.add(number)
+
+    def _make_lost(self) -> None:
+        """Make shards anew that were deleted from a complete cache, because they were damaged.
+
+        Raises: DataError when the bytes are not those that students learned from, which another device may make.
+        """
+        lost = [n for n in range(self.shards) if not is_there(self.folder / shard_name(n))]
+        for number in lost:
+            with naming_the_cache(), folder_lock(self.folder, logger.info):
+                path = self.folder / shard_name(number)
+                if is_there(path):  # another process was faster
+                    continue
+                wanted = shard_of(self._manifest()["shards"][number], self.identity, number)
+                self._make_shard(number)
+                (self.folder / record_name(number)).unlink()
+                try:
+                    require_hash(self.folder, wanted, "")
+                except DataError:
+                    path.unlink()
+                    raise DataError(
+                        f"{path} is not what it was when made anew here, on another device or by another version: "
+                        "make it where the cache was made, or delete the folder and run the same command again"
+                    ) from None
 
     def _record(self, number: int) -> Shard | None:
         """The record of a shard that is there, in its size."""

@@ -44,6 +44,8 @@ MAGIC = b"LBKD0001"
 TOTALS = ("rows", "entropy", "named", "rest")
 """What a record sums over its positions that have targets: their number, entropy, named entries, rest."""
 _AGAIN = "delete the folder and run `lowbit distill cache` again, or give another cache.path"
+_ANEW = "delete the file and run the same `lowbit distill cache` again, which makes it anew, or give another cache.path"
+"""Of a shard: `_AGAIN` is of the whole cache."""
 
 _FIRST = ("tokenizer", "vocab_size", "sequence_length", "temperature")
 """Fields of an identity that are told first where they differ: others may differ because of them."""
@@ -374,7 +376,7 @@ class Cache:
                 path = self.folder / self.shards[int(sample) // int(self.identity["shard_samples"])].file
                 raise DataError(
                     f"{path} is damaged: sample {sample}, position {int(wrong[0])}: an id outside of the vocabulary of "
-                    f"{self.layout.vocab_size}; {_AGAIN}"
+                    f"{self.layout.vocab_size}; {_ANEW}"
                 )
 
     def _open_shard(self, number: int) -> _Opened:
@@ -401,7 +403,7 @@ class Cache:
 
 
 def _damaged(path: Path) -> DataError:
-    return DataError(f"{path} is damaged: its index does not fit; {_AGAIN}")
+    return DataError(f"{path} is damaged: its index does not fit; {_ANEW}")
 
 
 def layout_of(identity: dict[str, Any]) -> Layout:
@@ -427,13 +429,13 @@ def open_cache(folder: Path, *, verify: bool = False, report: Callable[[str], No
     if len(cache.shards) != shard_count(cache.identity):
         raise DataError(f"{folder / MANIFEST} was edited: its shards do not hold {cache.samples} samples; {_AGAIN}")
     files = {shard.file: (shard.bytes, shard.sha256) for shard in cache.shards}
-    check_files(folder, files, _AGAIN, verify=verify, report=report)
+    check_files(folder, files, _ANEW, verify=verify, report=report)
     return cache
 
 
 def require_size(folder: Path, shard: Shard) -> None:
     """Raises DataError when a shard is missing or of another size."""
-    check_size(folder / shard.file, shard.bytes, _AGAIN)
+    check_size(folder / shard.file, shard.bytes, _ANEW)
 
 
 def require_hash(folder: Path, shard: Shard, again: str) -> None:

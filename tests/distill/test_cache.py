@@ -452,7 +452,7 @@ def test_a_damaged_header_is_one_line(made: Path, change: Callable[[bytes], byte
     path.write_bytes(change(whole))
     if keep_time:
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(DataError, match=r"shard-00001.targets is damaged: its index does not fit; delete the folder"):
+    with pytest.raises(DataError, match=r"shard-00001.targets is damaged: its index does not fit; delete the file"):
         cache.read(np.arange(4, 8))
     with pytest.raises(DataError, match=r"shard-00001.targets (is|was) \w+") as caught:
         open_cache(made).read(np.arange(4, 8))
@@ -796,3 +796,30 @@ def test_a_flat_teachers_mass_is_not_below_zero(maker: Make, tmp_path: Path) -> 
         shard.totals["rest"] = shard.totals["rows"] * (1 + 1e-7)
     [line] = [line for line in statistics(cache, cache.folder) if "targets   " in line]
     assert " entries exact, with 0.0% of the mass" in line
+
+
+def test_a_deleted_shard_of_a_complete_cache_is_made_anew(maker: Make, tmp_path: Path) -> None:
+    """As the message about a damaged one says: to the same bytes, or not at all."""
+    folder = tmp_path / "c"
+    maker(folder).make()
+    before = contents(folder)
+    path = folder / "shard-00002.targets"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(
+        DataError, match=r"shard-00002.targets is truncated .*; delete the file and run the same `lowbit"
+    ):
+        maker(folder).make()
+    path.unlink()
+    with pytest.raises(DataError, match=r"shard-00002.targets is missing; delete the file and run the same `lowbit"):
+        open_cache(folder)
+    (folder / "shard-00000.targets").unlink()
+    assert maker(folder).make().samples == 16
+    assert contents(folder) == before
+    open_cache(folder, verify=True)
+    path.unlink()
+    other = maker(folder)
+    with torch.no_grad():
+        other._row_maker.head.matrix.mul_(1.01)  # another device's arithmetic, much exaggerated
+    with pytest.raises(DataError, match=r"shard-00002.targets is not what it was when made anew here, .* delete the"):
+        other.make()
+    assert contents(folder) == {name: data for name, data in before.items() if name != path.name}
