@@ -44,4 +44,8 @@ def read(overrides: list[str] | None) -> "RunConfig":
 
     config = compose(with_start(overrides or []))
     validate(config)
+    if config.init_from:
+        from lowbit.trainer.imported import check_start
+
+        check_start(config)
     return config

@@ -47,9 +47,11 @@ def checked(overrides: Sequence[str], task: Task = PRETRAINING) -> RunConfig:
     """The configuration of one run, composed and validated. Raises ConfigError."""
     config = compose_for(task.command, overrides)
     task.check(config)
-    from lowbit.trainer.precision import check_precision  # PyTorch, which most mistakes need not wait for
+    from lowbit.trainer.imported import check_start  # PyTorch, which most mistakes need not wait for
+    from lowbit.trainer.precision import check_precision
 
     for run in task.runs(config):
+        check_start(run)
         check_precision(run)
     if task.joined:
         check_world(config, torchrun.ranks_of(config))

@@ -1,19 +1,24 @@
 """Models that were not trained here: Hugging Face folders opened like runs, and weights to begin a run from."""
 
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from lowbit.configs.schema import DataConfig, ModelConfig, RunConfig, TokenizerConfig, TokenizerKind
-from lowbit.configs.stored import load_config
+from lowbit.configs.stored import flatten, load_config, plain
+from lowbit.configs.strict import build, show
 from lowbit.data.tokenizer import Tokenizer, load_tokenizer
-from lowbit.errors import CheckpointError, DataError
+from lowbit.errors import CheckpointError, ConfigError, DataError
 from lowbit.models.hf.config import Family, is_hf_folder, read_config
-from lowbit.models.hf.load import load_weights
+from lowbit.models.hf.load import check_tensors, load_weights, parameter_shapes
 from lowbit.models.layers import state_buffers, weights_and_state
 from lowbit.models.transformer import Transformer
 from lowbit.trainer.checkpoint import CheckpointStore
 from lowbit.trainer.engine import load_tensors
 from lowbit.trainer.files import CONFIG
 from lowbit.trainer.lora import plain_weights
+from lowbit.trainer.plan import planned_vocabulary
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
@@ -48,11 +53,13 @@ def beginning(path: Path) -> tuple[ModelConfig, TokenizerConfig]:
     """Model and tokenizer that a run with `init_from=path` begins with.
 
     Raises:
-        CheckpointError: `path` is neither a run's folder nor a Hugging Face model.
+        CheckpointError: `path` is neither a run's folder nor a Hugging Face model, or its tensors are not those of its
+            config.json.
     """
     if is_hf_folder(path):
         model = read_config(path).model
         require_vocabulary(path, model, tokenizer_of(path))
+        check_tensors(path)
         return model, TokenizerConfig(kind=TokenizerKind.file, path=str(path))
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"init_from={path} is neither the folder of a run nor of a Hugging Face model")
@@ -60,6 +67,55 @@ def beginning(path: Path) -> tuple[ModelConfig, TokenizerConfig]:
     if config.data.tokenizer.kind is TokenizerKind.bytes:
         return config.model, config.data.tokenizer
     return config.model, TokenizerConfig(kind=TokenizerKind.file, path=str(path / "tokenizer"))
+
+
+def check_start(config: RunConfig) -> None:
+    """Raise CheckpointError, naming the settings, when `init_from` has the weights of another model than the run's."""
+    if not config.init_from:
+        return
+    path, now = Path(config.init_from).expanduser(), config.model
+    start, _ = beginning(path)
+    tokens = planned_vocabulary(config)
+    shapes = _shapes(start, tokens)
+    if _shapes(now, tokens) == shapes:
+        if is_hf_folder(path):
+            _require_biases(path, now)
+        return
+    was, wanted = flatten(plain(start)), flatten(plain(now))
+    changed = [key for key in wanted if wanted[key] != was[key]]
+    alone = [key for key in changed if _changed_shapes(start, key, wanted[key], tokens) != shapes]
+    keys = alone or changed
+    given = " ".join(f"model.{key}={show(wanted[key])}" for key in keys)
+    there = " ".join(f"model.{key}={show(was[key])}" for key in keys)
+    raise CheckpointError(f"{given}: the weights of init_from={path} are of another model ({there}); leave this out")
+
+
+def _changed_shapes(model: ModelConfig, key: str, value: Any, tokens: int) -> dict[str, torch.Size] | None:
+    """`_shapes` with one setting changed; None where that is no model."""
+    tree = plain(model)
+    *sections, last = key.split(".")
+    section = tree
+    for name in sections:
+        section = section[name]
+    section[last] = value
+    try:
+        return _shapes(build(ModelConfig, tree), tokens)
+    except ConfigError:
+        return None
+
+
+def _shapes(model: ModelConfig, tokens: int) -> dict[str, torch.Size]:
+    """Of all parameters; a router's bias is state, of which a fresh one begins at zero."""
+    return {n: shape for n, shape in parameter_shapes(model, tokens).items() if not n.endswith("router.bias")}
+
+
+def _require_biases(path: Path, model: ModelConfig) -> None:
+    """Raise CheckpointError when a Hugging Face folder has biases of routers for which the model has no place."""
+    if not model.moe.bias_rate and read_config(path).family is Family.dots1:
+        raise CheckpointError(
+            f"init_from={path}: its routers have biases, which model.moe.bias_rate=0 would leave out: give it a "
+            "rate, however small"
+        )
 
 
 def begin_from(path: Path, model: Transformer) -> int:
@@ -77,11 +133,7 @@ def begin_from(path: Path, model: Transformer) -> int:
             for name, buffer in state_buffers(model).items():
                 buffer.zero_()
                 del begin[name]
-        elif not model.config.moe.bias_rate:
-            raise CheckpointError(
-                f"init_from={path}: its routers have biases, which model.moe.bias_rate=0 would leave out: give it a "
-                "rate, however small"
-            )
+        _require_biases(path, model.config)
         load_weights(path, begin)
         return 0
     config = load_config(path / CONFIG)

@@ -9,7 +9,9 @@ import torch
 
 from lowbit.cli.export import Format
 from lowbit.cli.export import export as export_command
+from lowbit.cli.settings import read as read_settings
 from lowbit.cli.start import with_start
+from lowbit.cli.task import checked
 from lowbit.configs.compose import compose
 from lowbit.configs.schema import (
     ClampConfig,
@@ -168,6 +170,9 @@ def test_a_mixture_of_experts_with_its_biases_goes_out_and_comes_back(bpe_run: R
     bare = Transformer(replace(opened.config.model, moe=replace(opened.config.model.moe, bias_rate=0.0)), 300)
     with pytest.raises(CheckpointError, match="its routers have biases"):
         begin_from(tmp_path / "hf", bare)
+    with pytest.raises(CheckpointError, match="its routers have biases"):
+        shorter = ["data.sequence_length=32", "evaluation.sample_tokens=4"]
+        read_settings([f"init_from={tmp_path / 'hf'}", "model.moe.bias_rate=0", *shorter])
 
 
 def test_beginnings_that_cannot_be(tiny_run: RunConfig, tmp_path: Path) -> None:
@@ -187,6 +192,33 @@ def test_beginnings_that_cannot_be(tiny_run: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weights are of another model .*attention\.k\.weight"):
         pretrain(config, tmp_path / "other")
     assert compose(with_start([f"init_from={run}"])).data.tokenizer.kind is TokenizerKind.bytes
+
+
+def test_a_beginning_that_does_not_fit_is_told_before_any_data_is_read(bpe_run: RunConfig, tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "hf"
+    pretrain(replace(bpe_run, max_steps=1), run)
+    export(open_weights(run), folder, "fp32")
+    settings = ["max_steps=1", "data.sequence_length=32", "evaluation.sample_tokens=4", "model.max_sequence=99"]
+
+    def message(start: Path, *more: str) -> str:
+        overrides = [f"init_from={start}", *settings, *more]
+        with pytest.raises(CheckpointError) as first:
+            read_settings(overrides)
+        with pytest.raises(CheckpointError) as second:
+            checked(with_start(overrides))
+        assert str(first.value) == str(second.value) and "\n" not in str(first.value)
+        return str(first.value)
+
+    for start in (run, folder):
+        for wrong in ("model.width=64", "model.tied_head=true", "model.qk_norm=false", "model.layers=3"):
+            key = wrong.partition("=")[0]
+            found = message(start, wrong)
+            assert found.startswith(f"{wrong}: the weights of init_from={start} are of another model ({key}="), found
+        both = message(start, "model.heads=3", "model.head_dim=8", "model.kv_heads=3")
+        assert all(f"model.{key}=" in both for key in ("heads", "kv_heads")) and "max_sequence" not in both
+        assert read_settings([f"init_from={start}", *settings, "model.rope.theta=5e5"]).model.max_sequence == 99
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-50])
+    assert "cannot be read" in message(folder)
 
 
 def test_exports_that_cannot_be(tiny_run: RunConfig, tmp_path: Path) -> None:

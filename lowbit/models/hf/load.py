@@ -14,7 +14,7 @@ from lowbit.configs.schema import ModelConfig
 from lowbit.errors import CheckpointError
 from lowbit.models.hf.config import CONFIG, Family, read_config
 from lowbit.models.hf.folder import TensorFolder
-from lowbit.models.hf.names import HEAD, file_names, surplus
+from lowbit.models.hf.names import HEAD, TABLE, file_names, surplus
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
 
@@ -38,6 +38,13 @@ def load_model(folder: Path, tokens: int, dtype: torch.dtype, device: torch.devi
     model.to_empty(device=device)
     load_weights(folder, weights_and_state(model))
     return model
+
+
+def check_tensors(folder: Path) -> None:
+    """Raise CheckpointError when a folder's tensors are not those of its config.json; reads no weights."""
+    config = read_config(folder)
+    with TensorFolder(folder) as files:
+        _matched(files, config.family, parameter_shapes(config.model, config.vocab_size))
 
 
 def parameter_shapes(config: ModelConfig, tokens: int) -> dict[str, torch.Size]:
@@ -66,6 +73,8 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tup
     family = read_config(folder).family
     with TensorFolder(folder) as files:
         sources = _matched(files, family, shapes)
+        if "head.weight" not in shapes:
+            _require_tied(files)
         for name, tensors in sources.items():
             parts = [_exact(folder, source, files.read(source)) for source in tensors]
             yield name, parts[0] if len(shapes[name]) < 3 else torch.stack(parts)
@@ -85,11 +94,8 @@ def _matched(files: TensorFolder, family: Family, shapes: Mapping[str, torch.Siz
             elif files.shape(source) != wanted:
                 problems.append(f"{source} is {list(files.shape(source))}, {CONFIG} makes it {list(wanted)}")
     used = {source for listed in sources.values() for source in listed}
-    table = "model.embed_tokens.weight"
-    if "head.weight" not in shapes and {HEAD, table} <= there:
-        used.add(HEAD)
-        if not torch.equal(files.read(HEAD), files.read(table)):
-            problems.append(f"{HEAD} differs from {table}, but {CONFIG} says tie_word_embeddings=true")
+    if "head.weight" not in shapes:
+        used.add(HEAD)  # tied, and yet stored
     problems += [f"{name} is not of this architecture" for name in surplus(there, used)]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -98,6 +104,13 @@ def _matched(files: TensorFolder, family: Family, shapes: Mapping[str, torch.Siz
             f"{'; '.join(problems[:_SHOWN])}{more}"
         )
     return sources
+
+
+def _require_tied(files: TensorFolder) -> None:
+    if HEAD in files.names() and not torch.equal(files.read(HEAD), files.read(TABLE)):
+        raise CheckpointError(
+            f"{files.folder}: {HEAD} differs from {TABLE}, but {CONFIG} says tie_word_embeddings=true"
+        )
 
 
 def _exact(folder: Path, name: str, tensor: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from lowbit.errors import CheckpointError
 from lowbit.models.hf.config import Family
 
 HEAD = "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _OUTSIDE = {
-    "embedding.weight": "model.embed_tokens.weight",
+    "embedding.weight": TABLE,
     "final_norm.weight": "model.norm.weight",
     "head.weight": HEAD,
 }

@@ -29,7 +29,7 @@ from lowbit.models.cost import window_of
 from lowbit.models.hf.config import Family, read_config
 from lowbit.models.hf.describe import family_of, write_config
 from lowbit.models.hf.folder import INDEX, SINGLE, TensorFolder
-from lowbit.models.hf.load import load_model
+from lowbit.models.hf.load import check_tensors, load_model
 from lowbit.models.hf.names import file_names
 from lowbit.models.hf.parity import compare
 from lowbit.models.hf.save import save_model
@@ -406,6 +406,18 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Callable[...,
     _edit_tensors(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path, VOCAB, torch.float32)
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_TENSORS[:3])
+def test_names_and_shapes_are_looked_at_without_the_weights(
+    tmp_path: Path, change: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock_model(Family.llama, {}).save_pretrained(tmp_path)
+    monkeypatch.setattr(TensorFolder, "read", None)
+    check_tensors(tmp_path)
+    _edit_tensors(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        check_tensors(tmp_path)
 
 
 def test_a_stored_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
