@@ -5,12 +5,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lowbit.configs.schema import AttentionKernel, CommKind, EvalConfig, RunConfig
+from lowbit.configs.schema import AttentionKernel, CommConfig, CommKind, EvalConfig, RunConfig
 from lowbit.data.tokenizer import Tokenizer
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
 from lowbit.models.transformer import Transformer
+from lowbit.trainer.client_optimizer import numbers_of, travels_exactly
 from lowbit.trainer.console import duration
 from lowbit.trainer.files import SAMPLES
 from lowbit.trainer.jsonl import keep_rows_until, to_line
@@ -33,8 +34,23 @@ def introduce(config: RunConfig, model: Transformer, groups: Sequence[GroupRow],
         where = f"{model.head_weight.device.type} in {model.compute_dtype}".replace("torch.", "")
         logger.warning("engine.attention=varlen: no such kernel on %s, documents are masked", where)
     if world > 1:
-        sent = "FP32" if config.comm.kind is CommKind.none else config.comm.kind.value
-        logger.info("%d ranks, ZeRO %d, gradients travel as %s", world, config.engine.zero_stage, sent)
+        travel = how_gradients_travel(config.comm, model)
+        logger.info("%d ranks, ZeRO %d, gradients travel as %s", world, config.engine.zero_stage, travel)
+
+
+def how_gradients_travel(comm: CommConfig, model: Transformer) -> str:
+    """In which form, and whether many of them are exact all the same."""
+    if comm.kind is CommKind.none:
+        return "FP32"
+    sizes, exact = 0, 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            sizes += numbers_of(parameter)
+            exact += numbers_of(parameter) if travels_exactly(name, parameter, comm.exact_below) else 0
+    if exact == sizes:
+        return f"FP32, not {comm.kind.value}: all have fewer numbers than comm.exact_below={comm.exact_below}"
+    note = f" ({exact / sizes:.0%} of them as FP32: small ones)" if exact > sizes / 10 else ""
+    return comm.kind.value + note
 
 
 def sample_text(model: Transformer, tokenizer: Tokenizer, settings: EvalConfig) -> str:

@@ -108,6 +108,16 @@ def used_in_fp32(name: str, parameter: Tensor) -> bool:
     return reduced_exactly(name, parameter) or MARK in name
 
 
+def numbers_of(parameter: Tensor) -> int:
+    """Numbers of a parameter, also of one that is partitioned."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def travels_exactly(name: str, parameter: Tensor, least: int) -> bool:
+    """Whether its gradient travels in FP32 whatever code is chosen: `reduced_exactly`, or fewer numbers than least."""
+    return reduced_exactly(name, parameter) or numbers_of(parameter) < least
+
+
 def reduced_exactly(name: str, parameter: Tensor) -> bool:
     """Whether its gradient always travels in FP32: of all but matrices of products, and parts of such."""
     return len(getattr(parameter, "ds_shape", parameter.shape)) < 2 or ".router." in name

@@ -2,7 +2,7 @@
 
 Gradients: FP32 by DeepSpeed's own reductions, or coded by ours, put in their place (`comm.kind`). Weights, which ZeRO
 shards out and gathers: FP32, or BF16 where the model rounds them to it anyway (`comm.weights`). Gradients of what is
-small (`exact_below`, `reduced_exactly`) and weights that are used in FP32 (`used_in_fp32`) always travel as FP32.
+small (`travels_exactly`) and weights that are used in FP32 (`used_in_fp32`) always travel as FP32.
 
 Error feedback and stochastic rounding remember something between steps: `state` and `load` keep it in checkpoints.
 """
@@ -22,7 +22,7 @@ from lowbit.comm.transport import scatter_passes
 from lowbit.comm.weights import count_gathers, gather_groups_in_bf16, gather_parameters_in_bf16
 from lowbit.configs.schema import CommConfig, CommKind
 from lowbit.errors import ConfigError
-from lowbit.trainer.client_optimizer import reduced_exactly, used_in_fp32
+from lowbit.trainer.client_optimizer import travels_exactly, used_in_fp32
 from lowbit.trainer.distributed import Ranks
 from lowbit.trainer.shards import Shards
 
@@ -55,7 +55,7 @@ class Wire:
         config, ranks = self.config, self.ranks
         if config.kind is not CommKind.none:
             least = config.exact_below
-            exact = {id(p) for name, p in parameters.items() if reduced_exactly(name, p) or _numel(p) < least}
+            exact = {id(p) for name, p in parameters.items() if travels_exactly(name, p, least)}
             place = (ranks.rank, ranks.world, self._node_size())
             reducer, words = make_reducer(config.kind, self.stage == 0, place, device, self._greatest)
             if words:
@@ -148,8 +148,3 @@ class Wire:
             for index in {part.group for part in parts}:
                 layout = shards.groups[index]
                 self.traffic.weights += layout.size * (2 if index in self._rounded else 4) * (world - 1)
-
-
-def _numel(parameter: Any) -> int:
-    """Numbers of a parameter, also of one that is partitioned."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
