@@ -17,7 +17,7 @@ from lowbit.configs.paths import with_absolute_paths
 from lowbit.configs.schema import RunConfig
 from lowbit.configs.stored import load_config, save_config
 from lowbit.data.tokenizer import Tokenizer, load_tokenizer
-from lowbit.errors import CheckpointError
+from lowbit.errors import CheckpointError, DataError
 from lowbit.models.hf.config import is_hf_folder
 from lowbit.models.hf.load import load_model, parameter_shapes, read_weights
 from lowbit.models.hf.parity import compare
@@ -57,6 +57,8 @@ def open_weights(path: Path, checkpoint: str = "latest", *, averaged: bool = Fal
     if is_hf_folder(path):
         if averaged:
             raise CheckpointError(f"{path} is a Hugging Face folder and has no moving average")
+        if checkpoint != "latest":
+            raise CheckpointError(f"{path} is a Hugging Face folder and has no checkpoints: leave --checkpoint out")
         config, tokenizer = config_of(path), tokenizer_of(path)
         require_vocabulary(path, config.model, tokenizer)
         shapes = parameter_shapes(config.model, tokenizer.vocab_size)
@@ -77,7 +79,16 @@ def open_weights(path: Path, checkpoint: str = "latest", *, averaged: bool = Fal
 
 def _side_files(folder: Path) -> dict[str, str]:
     files = {name: folder / name for name in SIDE_FILES}
-    return {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    return {name: _text(path) for name, path in files.items() if path.is_file()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{path} cannot be read: it is no UTF-8 text; copy it again, or delete it") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def export(weights: Weights, out: Path, fmt: str, shard_bytes: int = SHARD_BYTES) -> list[Path]:
@@ -119,11 +130,22 @@ def import_folder(folder: Path, run_dir: Path) -> RunConfig:
     """Write a Hugging Face folder as a run at step 0: config.yaml, tokenizer/, checkpoints/.
 
     Raises:
-        CheckpointError: it cannot be read, or `run_dir` is in use.
+        CheckpointError: it cannot be read or is a run itself, or `run_dir` is in use or cannot be written.
+        DataError: its tokenizer, or a file beside that, cannot be read.
     """
+    if (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder} is a run already: copy it, or begin from it with init_from={folder}")
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise CheckpointError(f"{run_dir} exists and is not empty: choose another folder, or delete it")
     weights = open_weights(folder)
+    try:
+        _write_run(weights, run_dir)
+    except OSError as error:
+        raise CheckpointError(f"{run_dir} cannot be written: {error.strerror or error}") from error
+    return weights.config
+
+
+def _write_run(weights: Weights, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     weights.tokenizer.save(run_dir / "tokenizer")
     for name, text in weights.side_files.items():
@@ -134,7 +156,6 @@ def import_folder(folder: Path, run_dir: Path) -> RunConfig:
     store.save(Snapshot(0, dict(weights.tensors), {}, meta=meta))
     store.wait()
     save_config(with_absolute_paths(weights.config), run_dir / CONFIG)
-    return weights.config
 
 
 def check_export(folder: Path, tolerance: float = 1e-4) -> str:

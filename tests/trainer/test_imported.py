@@ -254,6 +254,36 @@ def test_moe_tiny_has_an_export_with_sigmoid_gates_only(gate: GateKind) -> None:
         family_of(model)
 
 
+def test_places_that_cannot_be_written_are_one_line(bpe_run: RunConfig, tmp_path: Path) -> None:
+    pretrain(replace(bpe_run, max_steps=1), tmp_path / "run")
+    folder = tmp_path / "hf"
+    export(open_weights(tmp_path / "run"), folder, "bf16")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place in (tmp_path / "file" / "x", Path("/proc/x"), tmp_path / "link"):
+        with pytest.raises(CheckpointError, match=f"{place} cannot be written: ") as error:
+            import_folder(folder, place)
+        assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError, match="file exists and is not empty"):
+        import_folder(folder, tmp_path / "file")
+    (folder / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(DataError, match=r"chat_template\.jinja cannot be read: .*UTF-8"):
+        import_folder(folder, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_run_is_not_imported_and_a_folder_has_one_checkpoint(bpe_run: RunConfig, tmp_path: Path) -> None:
+    pretrain(replace(bpe_run, max_steps=1), tmp_path / "run")
+    with pytest.raises(CheckpointError, match="run is a run already: copy it, or begin from it with init_from="):
+        import_folder(tmp_path / "run", tmp_path / "back")
+    with pytest.raises(CheckpointError, match="is neither the folder of a run nor of a Hugging Face model"):
+        import_folder(tmp_path, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    export(open_weights(tmp_path / "run"), tmp_path / "hf", "bf16")
+    with pytest.raises(CheckpointError, match="hf is a Hugging Face folder and has no checkpoints: leave --checkpoint"):
+        open_weights(tmp_path / "hf", "7")
+
+
 def test_a_clamped_run_has_no_export_and_says_why(tiny_run: RunConfig, tmp_path: Path) -> None:
     """A squared ReLU has no stock architecture, so its INT8 ranges need no place in one; checkpoints keep them."""
     clamp = StabiliserConfig(clamp=ClampConfig(enabled=True))
