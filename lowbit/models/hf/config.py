@@ -7,6 +7,7 @@ the older one, which both versions read.
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,36 @@ ROPE_SETTINGS = {
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
 }
 """The settings of each kind of rotary scaling."""
+
+_REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+"""Those that have no default."""
+_KEYS = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "mlp_width": "intermediate_size",
+    "windows": "sliding_window",
+    "norm_eps": "rms_norm_eps",
+    "max_sequence": "max_position_embeddings",
+    "init_std": "initializer_range",
+    "vocab_rows": "vocab_size",
+    "moe.experts": "num_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.expert_width": "moe_intermediate_size",
+    "moe.shared": "n_shared_experts",
+    "moe.first_dense": "mlp_only_layers",
+    "moe.gate_scale": "routed_scaling_factor",
+    "moe.balance_loss": "router_aux_loss_coef",
+    "rope.theta": "rope_theta",
+    "rope.scaling": "rope_type",
+    "rope.original_sequence": "original_max_position_embeddings",
+}
+"""Our settings by the keys of the file, where these are not the same word."""
+_FAMILY_KEYS = {
+    Family.mixtral: {"moe.experts": "num_local_experts", "moe.expert_width": "intermediate_size"},
+    Family.dots1: {"moe.experts": "n_routed_experts", "moe.first_dense": "first_k_dense_replace"},
+}
 
 
 @dataclass(frozen=True)
@@ -180,8 +211,14 @@ class _Reader:
         try:
             check_architecture(model)
         except ConfigError as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
+            raise CheckpointError(f"{self.path}: {self.in_its_words(str(error))}") from None
         return HfConfig(self.family, model, self.whole("vocab_size"))
+
+    def in_its_words(self, error: str) -> str:
+        """What is wrong with our settings, by the file's keys; a value that would work for others is none for these."""
+        keys = _KEYS | _FAMILY_KEYS.get(self.family, {})
+        what = error.rpartition("; ")[0]
+        return re.sub(r"\bmodel\.([a-z_.]+)", lambda m: keys.get(m[1], m[1].rpartition(".")[2]), what)
 
     def head_dim(self, heads: int) -> int | None:
         """None where it is width / heads."""
@@ -272,6 +309,9 @@ class _Reader:
             return RopeConfig(theta=theta)
         if not isinstance(kind, str) or kind not in ROPE_SETTINGS:
             raise self.wrong(key, f"is not supported: {kind} is none of default, {', '.join(ROPE_SETTINGS)}")
+        missing = [name for name in _REQUIRED[kind] if given.get(name) is None]
+        if missing:
+            raise self.wrong(key, f"is not supported: {kind} needs {', '.join(missing)}")
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_SETTINGS[kind]}
         defaults, longest = RopeConfig(), self.whole("max_position_embeddings")
         original = number("original_max_position_embeddings", longest)
@@ -280,7 +320,7 @@ class _Reader:
         rope = RopeConfig(
             theta=theta,
             scaling=RopeScaling(kind),
-            factor=number("factor", longest / original),
+            factor=number("factor", 1.0),
             original_sequence=int(original),
             low_freq_factor=number("low_freq_factor", defaults.low_freq_factor),
             high_freq_factor=number("high_freq_factor", defaults.high_freq_factor),

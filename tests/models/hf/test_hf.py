@@ -287,6 +287,20 @@ BAD_CONFIGS = [
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic is none of default, linear, llama3, yarn"),
     ({"rope_parameters": {**YARN, "mscale": 1.0}}, "mscale would change what yarn computes"),
     ({"rope_parameters": {**YARN, "truncate": False}}, "truncate must be true"),
+    ({"rope_parameters": {"type": "linear"}}, "linear needs factor"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": None}}, "linear needs factor"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn needs factor"),
+    *(
+        ({"rope_parameters": {k: v for k, v in LLAMA3.items() if k != key}}, f"llama3 needs {key}")
+        for key in ("factor", "low_freq_factor", "high_freq_factor")
+    ),
+    ({"hidden_size": 0}, "config.json: hidden_size=0: must be at least 1 and at most [^;]*$"),
+    ({"num_hidden_layers": -1}, "config.json: num_hidden_layers=-1: must be [^;]*$"),
+    ({"rms_norm_eps": 3}, "config.json: rms_norm_eps=3[.]0: must be [^;]*$"),
+    ({"num_key_value_heads": 3}, "num_attention_heads=4 num_key_value_heads=3: [^;]*$"),
+    ({"vocab_size": 0}, "config.json: vocab_size=0: "),
+    ({"rope_parameters": {**LLAMA3, "low_freq_factor": 9.0}}, "low_freq_factor=9[.]0 high_freq_factor=4[.]0: [^;]*$"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.5}}, "config.json: rope_theta=0[.]5: "),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "heads are rotated as a whole"),
     ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "one set of rotary settings"),
 ]
@@ -295,6 +309,9 @@ BAD_CONFIGS = [
 BAD_EXPERTS = [
     ({"mlp_only_layers": [1]}, "dense layers must be the first ones"),
     ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+    ({"num_experts_per_tok": 9}, "config.json: num_experts_per_tok=9 num_experts=6: [^;]*$"),
+    ({"moe_intermediate_size": 0}, "config.json: moe_intermediate_size=0: [^;]*$"),
+    ({"mlp_only_layers": [0, 1, 2]}, "config.json: mlp_only_layers=3 num_hidden_layers=3: no layer"),
     ({"moe_intermediate_size": None}, "moe_intermediate_size=null must be a whole number"),
 ]
 
@@ -322,6 +339,28 @@ def test_what_a_config_asks_for_in_vain_is_named(tmp_path: Path, changes: dict[s
     with pytest.raises(CheckpointError, match=message) as error:
         load_model(tmp_path, VOCAB, torch.float32)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "mixtral", "qwen3 moe", "dots1"])
+def test_what_a_config_leaves_out_is_what_transformers_takes(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    family, changes = CASES[name]
+    needed = {
+        key: value for key, value in (SHAPE | changes).items() if key not in ("rope_parameters", "initializer_range")
+    }
+    needed = {key: value for key, value in needed.items() if value is not None and key != "routed_scaling_factor"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": str(family), **needed}))
+    model, theirs = read_config(tmp_path).model, AutoConfig.from_pretrained(tmp_path)
+    assert model.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+    assert model.norm_eps == theirs.rms_norm_eps and model.init_std == theirs.initializer_range
+    assert model.tied_head == theirs.tie_word_embeddings
+    if family in (Family.qwen3_moe, Family.dots1):
+        assert model.moe.normalise == theirs.norm_topk_prob
+    if family is Family.dots1:
+        assert model.moe.gate_scale == theirs.routed_scaling_factor
+    elif model.moe.experts:
+        assert model.moe.balance_loss == theirs.router_aux_loss_coef
 
 
 NOTHING_LIKE_IT: list[Any] = [
