@@ -1,10 +1,11 @@
-"""Imports each module that speaks of kernels in a process that has imported nothing of lowbit, as with a GPU's build of
+"""Imports each module that imports kernels in a process that has imported nothing of lowbit, as with a GPU's build of
 PyTorch where Triton is installed, which imports more; prints those that cannot come first, with the reason.
 """
 
 import importlib
 import importlib.util
 import os
+import re
 import traceback
 from pathlib import Path
 
@@ -31,7 +32,11 @@ def comes_first(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    files = [file for file in sorted((ROOT / "lowbit").rglob("*.py")) if "kernels" in file.read_text(encoding="utf-8")]
+    rooms = sorted({kernels.parent for kernels in (ROOT / "lowbit").glob("*/kernels")})
+    files = [room / "kernels" / "__init__.py" for room in rooms]
+    for file in (file for room in rooms for file in sorted(room.rglob("*.py")) if file.parent.name != "kernels"):
+        if re.search(r"^(from|import) .*\bkernels\b", file.read_text(encoding="utf-8"), re.M):
+            files.append(file)
     parts = [file.relative_to(ROOT).with_suffix("").parts for file in files]
     names = [".".join(each).removesuffix(".__init__") for each in parts]
     failed = sum([not comes_first(name) for name in names])
