@@ -25,7 +25,7 @@ from lowbit.models.hf.save import SHARD_BYTES, save_model
 from lowbit.quant.export import WeightEncoder, WeightFormat
 from lowbit.trainer.checkpoint import CheckpointStore, Snapshot
 from lowbit.trainer.files import CONFIG
-from lowbit.trainer.imported import config_of, require_vocabulary, tokenizer_of
+from lowbit.trainer.imported import config_of, require_newest, require_vocabulary, tokenizer_of
 from lowbit.trainer.lora import plain_weights
 
 logger = logging.getLogger("lowbit")
@@ -57,8 +57,7 @@ def open_weights(path: Path, checkpoint: str = "latest", *, averaged: bool = Fal
     if is_hf_folder(path):
         if averaged:
             raise CheckpointError(f"{path} is a Hugging Face folder and has no moving average")
-        if checkpoint != "latest":
-            raise CheckpointError(f"{path} is a Hugging Face folder and has no checkpoints: leave --checkpoint out")
+        require_newest(path, checkpoint)
         config, tokenizer = config_of(path), tokenizer_of(path)
         require_vocabulary(path, config.model, tokenizer)
         shapes = parameter_shapes(config.model, tokenizer.vocab_size)

@@ -49,6 +49,14 @@ def require_vocabulary(folder: Path, config: ModelConfig, tokenizer: Tokenizer) 
         )
 
 
+def require_newest(folder: Path, checkpoint: str) -> None:
+    """Raise CheckpointError when a checkpoint is asked for by name, of a Hugging Face folder."""
+    if checkpoint != "latest":
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: {folder} is a Hugging Face folder, which has no others; leave this out"
+        )
+
+
 def beginning(path: Path) -> tuple[ModelConfig, TokenizerConfig]:
     """Model and tokenizer that a run with `init_from=path` begins with.
 

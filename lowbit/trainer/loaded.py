@@ -22,7 +22,7 @@ from lowbit.trainer.engine import load_tensors
 from lowbit.trainer.files import CONFIG
 from lowbit.trainer.hardware import compute_dtype, pick_device
 from lowbit.trainer.identity import differences, shorten
-from lowbit.trainer.imported import begin_from, config_of, require_vocabulary, tokenizer_of
+from lowbit.trainer.imported import begin_from, config_of, require_newest, require_vocabulary, tokenizer_of
 from lowbit.trainer.lora import plain_weights
 from lowbit.trainer.precision import RunPrecision
 from lowbit.trainer.stabilise import Stabilisers
@@ -54,6 +54,7 @@ def load_run(
         CheckpointError: there is no run or no readable checkpoint.
     """
     if is_hf_folder(run_dir):
+        require_newest(run_dir, checkpoint)
         return _load_hf(run_dir, device, precision)
     if not (run_dir / CONFIG).is_file():
         raise CheckpointError(f"{run_dir} is not a run's folder: it has no {CONFIG}{nearest_path(str(run_dir))}")

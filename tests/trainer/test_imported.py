@@ -280,8 +280,9 @@ def test_a_run_is_not_imported_and_a_folder_has_one_checkpoint(bpe_run: RunConfi
         import_folder(tmp_path, tmp_path / "back")
     assert not (tmp_path / "back").exists()
     export(open_weights(tmp_path / "run"), tmp_path / "hf", "bf16")
-    with pytest.raises(CheckpointError, match="hf is a Hugging Face folder and has no checkpoints: leave --checkpoint"):
-        open_weights(tmp_path / "hf", "7")
+    for opens in (open_weights, load_run):
+        with pytest.raises(CheckpointError, match=r"checkpoint 7: .*hf is a Hugging Face folder, which has no others"):
+            opens(tmp_path / "hf", "7")  # type: ignore[operator]
 
 
 def test_a_clamped_run_has_no_export_and_says_why(tiny_run: RunConfig, tmp_path: Path) -> None:
