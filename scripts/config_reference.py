@@ -37,7 +37,8 @@ This page is written by `scripts/config_reference.py` from `lowbit/configs/schem
 
 Settings follow the command: `lowbit pretrain preset=gpu model=30m optim.lr=1e-3`.
 
-- `key=value` sets a key. Text with spaces, letters beyond ASCII or any of `{}[](),=:` needs quotes of its own: `run_name="'a, b'"`.
+- `key=value` sets a key. Text with spaces, letters beyond ASCII or any of `{}[](),=:` needs quotes of its own:
+  `run_name="'a, b'"`.
 - `group=choice` takes a preset (below). `preset=` chooses several at once; what you write always wins over it.
 - `optim.lr=1e-3,3e-4 -m` runs every combination (a sweep) and compares the runs at the end.
 - Lists and mappings: `batch.warmup=[{until_tokens: 1000000, sequences: 8}]`.
