@@ -152,8 +152,9 @@ class Loader:
         """Send the next step's first micro-batch to a device, if it is prepared: for when the device has other work, so
         that it need not wait for the host when that step begins. The cursor stays."""
         if self._worker is not None and self._sent is None:
-            batch = self._worker.get_if_ready()
-            self._sent = None if batch is None else batch.to(device)
+            self._sent = self._worker.get_if_ready()
+            if self._sent is not None:
+                self._sent = self._sent.to(device)  # if there is no room, it stays where it was
 
     def epochs(self) -> dict[str, float]:
         """Passes over each source so far."""

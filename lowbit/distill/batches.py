@@ -66,9 +66,10 @@ class DistilledBatch(Batch):
         return (*super().tensors(), *(() if self.teacher is None else self.teacher))
 
     def clone(self) -> "DistilledBatch":
-        """The same in memory of its own, but for the bits, which a pass does not read."""
+        """The same in memory of its own, without the bits, which a pass does not read."""
         teacher = None if self.teacher is None else SparseTargets(*(tensor.clone() for tensor in self.teacher))
-        return DistilledBatch(**vars(super().clone()), rows=self.rows, teacher=teacher)
+        rows = tuple(replace(r, words=r.words.new_empty(0), starts=r.starts.new_empty(0)) for r in self.rows)
+        return DistilledBatch(**vars(super().clone()), rows=rows, teacher=teacher)
 
     def head(self, count: int) -> "DistilledBatch":
         """The first `count` sequences, with their targets."""

@@ -1,6 +1,6 @@
 """Weights that stay packed while a sampler decodes: fewer bytes to read at few rows.
 
-A layer of four-bit weights (`nvfp4_w4a16`) in BF16 on a GPU holds its weight twice: as codes and scales for up to 16
+A layer of four-bit weights (`nvfp4_w4a16`) in BF16 on a GPU holds its weight twice: as codes and scales for up to 32
 rows, where reading it is all the work, and as the BF16 numbers that they stand for, for more rows (a prefill), where
 multiplying is. Both are the same numbers: what changes at the border is the order of sums. Weights of eight bits
 (`mxfp8_w8a16`, `fp8_w8a16`) have a kernel, too, which is not used yet: a copy multiplies.
@@ -37,10 +37,10 @@ PAYING = (4,)
 """Bits an element. With 8 a step of the 8B shape gains on BF16 at one row, and loses at 8 (docs/RESULTS.md)."""
 FEW_ROWS = 32
 """Most rows for which the packed form multiplies."""
-CHECKED = ((192, 8192), (208, 640), (16_400, 128))
+CHECKED = ((192, 8192), (192, 2944), (208, 640), (16_400, 128))
 CHECKED_ROWS = (1, 5, 16, FEW_ROWS)
 """Rows and columns of the check's weights, and rows of x: between them products are cut in every way that there is for
-few rows."""
+few rows, but for the number of programs that share the steps: 1, 4 unequal and 16 equal shares."""
 
 
 def takes(spec: QuantSpec | None) -> bool:

@@ -111,6 +111,7 @@ class MicroBatchGraphs:
         """Record a pass; nothing of it is executed."""
         self._give_gradients()
         kind.batch, kind.scale = batch.clone(), torch.zeros((), device=self.device)
+        assert type(kind.batch) is type(batch), "a kind of batch that does not say what a pass over it reads"
         kind.graph = torch.cuda.CUDAGraph()
         pool = next((k.graph.pool() for k in self._kinds if k.graph is not None and k is not kind), None)
         with torch.cuda.graph(kind.graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
