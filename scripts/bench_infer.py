@@ -39,9 +39,10 @@ from lowbit.infer.arrangement import arranged
 from lowbit.infer.embedded import EmbeddedSampler
 from lowbit.infer.kernels import PACKED_ROWS, chaining
 from lowbit.infer.kv_codec import KvCodec, KvFormat
-from lowbit.infer.packed import FEW_ROWS, product
+from lowbit.infer.packed import FEW_ROWS, begin_product, finish
 from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
+from lowbit.infer.unfinished import Unfinished
 from lowbit.models.cost import kv_cache_bytes_per_token, parameter_parts
 from lowbit.models.layers import weights_and_state
 from lowbit.models.transformer import Transformer
@@ -270,6 +271,11 @@ def packed_weights(columns: int, width: int, device: torch.device) -> tuple[Quan
     return made, [(codes.clone(), scales.clone()) for _ in range(copies)]
 
 
+def _product(*operands: Any, begin: Callable[..., Unfinished] = begin_product) -> Tensor:
+    """With a launch for what a step leaves to the reader."""
+    return finish(begin(*operands))
+
+
 def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
     """The products of a block, packed NVFP4 weights against BF16, as long as the kernel takes so many rows."""
     device = model.head_weight.device
@@ -283,7 +289,7 @@ def products(args: argparse.Namespace, model: Transformer) -> list[Row]:
             row: Row = {"product": name, "shape": f"{columns} x {width}", "rows": rows}
             row["bf16 us"] = 1e6 / copies * _seconds([partial(F.linear, x, w) for w in plain], device)
             if device.type == "cuda" and rows <= PACKED_ROWS:
-                ours = [partial(product, x, data, of_blocks, after) for data, of_blocks in packed]
+                ours = [partial(_product, x, data, of_blocks, after) for data, of_blocks in packed]
                 with chaining(True):  # as a step of packed weights has them
                     row["packed us"] = 1e6 / copies * _seconds(ours, device)
                 row["floor us"] = 1e6 * sum(part.nbytes for part in packed[0]) / BANDWIDTH
@@ -300,7 +306,7 @@ def cuts(args: argparse.Namespace, model: Transformer) -> list[Row]:
     device = model.head_weight.device
     if device.type != "cuda":
         raise SystemExit("cuts: there is nothing to cut without a GPU, whose kernel this is")
-    from lowbit.infer.kernels.packed import Shape, packed_product, shape_of
+    from lowbit.infer.kernels.packed import Shape, begin_product, shape_of
 
     found: list[Row] = []
     for name, (columns, width) in shapes_of(model.config).items():
@@ -314,7 +320,7 @@ def cuts(args: argparse.Namespace, model: Transformer) -> list[Row]:
                 cut = Shape(each, groups, usual.x_rows, warps, ahead, splits)
                 if groups > warps or cut.stages < ahead or splits > steps:  # or no room in shared memory
                     continue
-                calls = [partial(packed_product, x, *held, after, shape=cut) for held in packed]
+                calls = [partial(_product, x, *held, after, begin=partial(begin_product, shape=cut)) for held in packed]
                 with chaining(True):
                     seconds = _seconds(calls, device) / len(packed)
                 shown = f"{each} tiles, {groups} groups, {warps} warps, {ahead} ahead, {splits} splits"

@@ -13,6 +13,7 @@ attends to what it has just computed; decoding on a GPU has kernels of its own (
 the rows' keys and calls `attention`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ from lowbit.configs.schema import ModelConfig
 from lowbit.configs.schema_model import head_dim_of
 from lowbit.infer import kernels
 from lowbit.infer.kv_codec import KvCodec
+from lowbit.infer.lines import Begun
+from lowbit.infer.unfinished import Unfinished
 from lowbit.models.attention import attention, cached_mask
 from lowbit.models.cost import kv_owners
+from lowbit.models.rope import Rope
 
 
 class PagedCache:
@@ -109,18 +113,30 @@ class View:
     """R rows and their next T tokens; a `models.layers.KVCache`."""
 
     def __init__(
-        self, cache: PagedCache, table: Tensor, start: Tensor, counts: Tensor | None = None, fresh: bool = False
+        self,
+        cache: PagedCache,
+        table: Tensor,
+        start: Tensor,
+        counts: Tensor | None = None,
+        fresh: bool = False,
+        begun: Begun | None = None,
     ) -> None:
         """
         Args:
             table: int64 [R, n]. start: int64 [R], tokens that each row has. counts: int64 [R], how many of the new
                 ones are real, the others being padding behind them; None: all. fresh: every row starts at 0.
+            begun: what is known of a step's new tokens already.
         """
         self.cache, self.table, self.start, self.counts, self.fresh = cache, table, start, counts, fresh
+        self._begun = begun
         self._new: dict[int, tuple[Tensor, Tensor]] = {}
-        self._slots: Tensor | None = None
+        self._slots: Tensor | None = None if begun is None else begun.places
 
-    def positions(self, new_tokens: int) -> Tensor:
+    def rope(self, new_tokens: int, tables: Callable[[Tensor], Rope]) -> Rope:
+        """See `models.layers.KVCache`."""
+        return tables(self._positions(new_tokens)) if self._begun is None else self._begun.rope
+
+    def _positions(self, new_tokens: int) -> Tensor:
         """Depth of the next T tokens of each row: int64 [R, T]."""
         return self.start[:, None] + torch.arange(new_tokens, device=self.start.device)
 
@@ -172,9 +188,9 @@ class View:
     def decode(
         self,
         layer: int,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: tuple[Unfinished, Unfinished, Unfinished],
         norms: tuple[Tensor, Tensor, float] | None,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         window: Any,
     ) -> Tensor:
         """A layer's attention from its projections [R, heads * D]: [R, H, D]; see `kernels.turn_and_store`."""
@@ -192,7 +208,7 @@ class View:
     def _write_slots(self, new_tokens: int) -> Tensor:
         """Where the new tokens go, int64 [R T]; padding goes to block 0."""
         if self._slots is None:
-            position = self.positions(new_tokens)
+            position = self._positions(new_tokens)
             block = (position // self.cache.block).clamp(max=self.table.shape[1] - 1)
             slots = self.table.gather(1, block) * self.cache.block + position % self.cache.block
             if self.counts is not None:

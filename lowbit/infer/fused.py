@@ -21,12 +21,14 @@ from torch.nn import functional as F
 
 from lowbit.infer import kernels
 from lowbit.infer.cache import View
-from lowbit.infer.packed import PackedLinear
+from lowbit.infer.packed import Forms, PackedLinear, finish
+from lowbit.infer.unfinished import Unfinished
 from lowbit.infer.weights import HeldWeights
 from lowbit.models.attention import AttentionMask
-from lowbit.models.block import KV, Attention, AttentionOutput, Block, Rope
+from lowbit.models.block import KV, Attention, AttentionOutput, Block, BlockOutput
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, project
 from lowbit.models.moe import Mlp
+from lowbit.models.rope import Rope
 from lowbit.models.transformer import Transformer
 
 
@@ -46,6 +48,10 @@ class FusedNorm(RMSNorm):
 
     def with_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """x + delta, and that normalised."""
+        return self.with_product(x, Unfinished.of(delta.flatten(0, -2)))
+
+    def with_product(self, x: Tensor, delta: Unfinished) -> tuple[Tensor, Tensor]:
+        """The same with a delta of as many rows as x has."""
         total, normed = kernels.add_norm(x, delta, self.weight, self.eps)
         return total, normed
 
@@ -61,28 +67,26 @@ class FusedEmbedding(Embedding):
         return y.view(*tokens.shape, -1)
 
 
+def begin(x: Tensor, first: Linear, *others: Linear) -> tuple[Unfinished, ...]:
+    """The products of layers that read the same x [rows, in], as far as they go before who reads them."""
+    if isinstance(first, PackedLinear):
+        return first.begin(x, others)
+    return tuple(map(Unfinished.of, project(x, first, *others)))
+
+
 class FusedMlp(Mlp):
     """The gated `Mlp` with one kernel between its products."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> [..., width]."""
+        return finish(self.begin(x.flatten(0, -2))).view(x.shape)
+
+    def begin(self, x: Tensor) -> Unfinished:
+        """x [rows, width] -> the same."""
         assert self.gate is not None
-        gate, up = project(x, self.gate, self.up)
-        hidden = kernels.silu_mul(gate.flatten(0, -2), up.flatten(0, -2))
-        y: Tensor = self.down(hidden.view(*x.shape[:-1], -1))
+        gate, up = begin(x, self.gate, self.up)
+        [y] = begin(kernels.silu_mul(gate, up), self.down)
         return y
-
-
-class FusedBlock(Block):
-    """`Block` whose last sum is one kernel with the norm that comes next."""
-
-    next_norm: FusedNorm
-    """Of the next block, or of the model; not a module of this one."""
-
-    def _ending(self, x: Tensor, delta: Tensor) -> Tensor:
-        x, normed = self.next_norm.with_sum(x, delta)
-        self.next_norm.given = (x, normed)
-        return x
 
 
 class FusedAttention(Attention):
@@ -98,14 +102,51 @@ class FusedAttention(Attention):
         slot: int = 0,
     ) -> AttentionOutput:
         """See `Attention.forward`."""
-        if not isinstance(cache, View) or not cache.decodes(x.shape[1]) or self.k is None or self.v is None:
+        if not isinstance(cache, View) or not cache.decodes(x.shape[1]):
             return super().forward(x, mask, rope, borrowed, cache, slot)
-        q, k, v = project(x[:, 0], self.q, self.k, self.v)
+        return AttentionOutput(finish(self.begin(x[:, 0], mask, rope, cache, slot))[:, None], None, None, None)
+
+    def begin(self, x: Tensor, mask: AttentionMask, rope: Rope, cache: View, slot: int) -> Unfinished:
+        """A decoding step's x [rows, width] -> the same."""
+        assert self.k is not None and self.v is not None
+        q, k, v = begin(x, self.q, self.k, self.v)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        y = cache.decode(slot, (q, k, v), norms, rope, mask)
-        return AttentionOutput(self.out(y.flatten(1))[:, None], None, None, None)
+        [y] = begin(cache.decode(slot, (q, k, v), norms, rope, mask).flatten(1), self.out)
+        return y
+
+
+class FusedBlock(Block):
+    """`Block` whose sums are one kernel with the norms that come next, and finish the products that they add."""
+
+    next_norm: FusedNorm
+    """Of the next block, or of the model; not a module of this one."""
+
+    def _forward(
+        self,
+        x: Tensor,
+        mask: AttentionMask,
+        rope: Rope,
+        borrowed: KV | None = None,
+        cache: KVCache | None = None,
+        slot: int = 0,
+    ) -> BlockOutput:
+        attention, norm, mlp = self.attention, self.mlp_norm, self.mlp
+        decodes = isinstance(cache, View) and cache.decodes(x.shape[1])
+        if not (decodes and type(attention) is FusedAttention and type(norm) is FusedNorm and type(mlp) is FusedMlp):
+            return super()._forward(x, mask, rope, borrowed, cache, slot)
+        assert isinstance(cache, View)
+        h = self.attention_norm(x)
+        x, h = norm.with_product(x, attention.begin(h[:, 0], mask, rope, cache, slot))
+        x, normed = self.next_norm.with_product(x, mlp.begin(h[:, 0]))
+        self.next_norm.given = (x, normed)
+        return BlockOutput(x, None)
+
+    def _ending(self, x: Tensor, delta: Tensor) -> Tensor:
+        x, normed = self.next_norm.with_sum(x, delta)
+        self.next_norm.given = (x, normed)
+        return x
 
 
 class JoinedLinear(Linear):
@@ -139,13 +180,11 @@ class JoinedPacked(PackedLinear):
 
     joined: "PackedBuffers | None" = None
 
-    def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
-        """See `Linear.project_together`."""
+    def begin(self, x: Tensor, others: Sequence[Linear]) -> tuple[Unfinished, ...]:
+        """See `PackedLinear.begin`."""
         if self.joined is None or not self.joined.fits(others):
-            return super().project_together(x, others)
-        flat = x.reshape(-1, x.shape[-1])
-        y = self.multiply(flat, self.joined.weight, self.joined.data, self.joined.scales, self.joined.after)
-        return torch.split(y.view(*x.shape[:-1], -1), self.joined.sizes, dim=-1)
+            return super().begin(x, others)
+        return self.joined.form.begin(x).split(self.joined.sizes)
 
 
 class PackedBuffers(Joined):
@@ -153,11 +192,13 @@ class PackedBuffers(Joined):
 
     def __init__(self, held: HeldWeights, names: Sequence[str]) -> None:
         super().__init__(held, names)
-        self.data = held.join(names, "frozen_data")
         first = held.layers[names[0]]
         assert isinstance(first, PackedLinear)
-        self.scales = None if first.frozen_scales is None else held.join(names, "frozen_scales")
-        self.after = None if first.frozen_scale is None else held.join(names, "frozen_scale")
+        data = held.join(names, "frozen_data")
+        scales = None if first.frozen_scales is None else held.join(names, "frozen_scales")
+        self.form = Forms(
+            self.weight, data, scales, None if first.frozen_scale is None else held.join(names, "frozen_scale")
+        )
 
 
 def exchange(model: Transformer) -> None:

@@ -13,6 +13,7 @@ there. So recording holds a lock, which a thread that trains beside the sampler'
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from threading import RLock
 from typing import Any
 
@@ -21,11 +22,13 @@ from torch import Tensor
 
 from lowbit.infer import kernels
 from lowbit.infer.cache import PagedCache, View
+from lowbit.infer.lines import NOISE, PROMPT, STORED, TABLE, TOKEN
 from lowbit.infer.packed import PackedLinear
 from lowbit.infer.sampling import SamplingConfig, drawn
-from lowbit.infer.slots import NOISE, PROMPT, STORED, TABLE, TOKEN, Slots
+from lowbit.infer.slots import Slots
 from lowbit.infer.weights import HeldWeights
 from lowbit.models.layers import GroupedLinear
+from lowbit.models.rope import Rope
 from lowbit.models.transformer import Transformer
 
 WARMUPS = 2
@@ -87,14 +90,29 @@ class Steps:
 
     def _step(self, size: int, table: int, sampling: SamplingConfig) -> Tensor:
         lines = self.slots.lines[:size]
+        if self.cache.kernels:
+            begun = kernels.begin_step(lines, self.slots.noise, self._rope_tables, table, self.cache.block)
+            values = self._tokens(View(self.cache, *_rows(lines, table), begun=begun), lines, begun.noise, sampling)
+            kernels.end_step(lines, values)
+            return values
         stored, prompt = lines[:, STORED], lines[:, PROMPT]
-        view = View(self.cache, lines[:, TABLE : TABLE + table], stored)
-        hidden = self.model(lines[:, TOKEN, None], cache=view)[:, 0]  # [size, width]
         place = (stored + 1 - prompt).clamp(0, self.slots.longest - 1)
-        values = self.draw(hidden, self.slots.noise[lines[:, NOISE], place], sampling)
+        noise = self.slots.noise[lines[:, NOISE], place]
+        values = self._tokens(View(self.cache, *_rows(lines, table)), lines, noise, sampling)
         lines[:, TOKEN] = values[:, 0].long()
         lines[:, STORED] += prompt > 0
         return values
+
+    def _tokens(self, view: View, lines: Tensor, noise: Tensor, sampling: SamplingConfig) -> Tensor:
+        hidden = self.model(lines[:, TOKEN, None], cache=view)[:, 0]  # [size, width]
+        return self.draw(hidden, noise, sampling)
+
+    @cached_property
+    def _rope_tables(self) -> Rope:
+        """Of all positions that rows may have."""
+        positions = torch.arange(self.slots.table * self.cache.block, device=self.slots.lines.device)
+        tables: Rope = self.model.rope(positions[None])
+        return tables
 
     def _capture(self, size: int, table: int, sampling: SamplingConfig) -> Captured:
         lines = self.slots.lines
@@ -117,6 +135,11 @@ class Steps:
         lines.copy_(before)
         self._captured[size, sampling] = captured = Captured(graph, values)
         return captured
+
+
+def _rows(lines: Tensor, table: int) -> tuple[Tensor, Tensor]:
+    """Tables of blocks, `table` of each row, and tokens stored."""
+    return lines[:, TABLE : TABLE + table], lines[:, STORED]
 
 
 def capturable(model: Transformer) -> bool:

@@ -12,6 +12,7 @@ every number of rows.
 import logging
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from lowbit.errors import in_a_line
 from lowbit.infer import kernels
 from lowbit.infer.arrangement import TILE_ROWS, arranged
+from lowbit.infer.unfinished import Unfinished
 from lowbit.models.layers import Linear
 from lowbit.models.transformer import Transformer
 from lowbit.quant.apply import candidates
@@ -78,37 +80,53 @@ class PackedLinear(LowbitLinear):
 
     def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
         """See `LowbitLinear.project_together`."""
+        flat = x.reshape(-1, x.shape[-1])
+        return tuple(finish(product).view(*x.shape[:-1], -1) for product in self.begin(flat, others))
+
+    def begin(self, x: Tensor, others: Sequence[Linear]) -> tuple[Unfinished, ...]:
+        """The products of x [rows, in] with this layer's weight and those of others that read it, too."""
         layers = [layer for layer in (self, *others) if isinstance(layer, PackedLinear)]
         if len(layers) <= len(others):
-            return super().project_together(x, others)
-        flat = x.reshape(-1, x.shape[-1])
-        outputs = []
-        for layer in layers:
-            assert layer.frozen is not None and layer.frozen_data is not None
-            y = layer.multiply(flat, layer.frozen, layer.frozen_data, layer.frozen_scales, layer.frozen_scale)
-            outputs.append(y.view(*x.shape[:-1], -1))
-        return tuple(outputs)
+            return tuple(map(Unfinished.of, super().project_together(x, others)))
+        return tuple(layer.form.begin(x) for layer in layers)
 
-    def multiply(self, x: Tensor, dense: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
-        """x [rows, in] -> [rows, out] by a weight in both forms: the packed one for few rows."""
+    @property
+    def form(self) -> "Forms":
+        """The weight in both forms."""
+        assert self.frozen is not None and self.frozen_data is not None
+        return Forms(self.frozen, self.frozen_data, self.frozen_scales, self.frozen_scale)
+
+
+class Forms(NamedTuple):
+    """A weight in both forms."""
+
+    dense: Tensor
+    """BF16 [out, in]."""
+    data: Tensor
+    scales: Tensor | None
+    """See `arrangement.arranged`."""
+    after: Tensor | None
+    """FP32 [out, 1]: what both are to be multiplied by."""
+
+    def begin(self, x: Tensor) -> Unfinished:
+        """x [rows, in] -> [rows, out]: the packed form for few rows."""
         if 0 < x.shape[0] <= FEW_ROWS:
-            return product(x, data, scales, after)
-        y = F.linear(x, dense)
-        return y if after is None or y.numel() == 0 else scaled(y, after)
+            return begin_product(x, self.data, self.scales, self.after)
+        return Unfinished(F.linear(x, self.dense)[None], self.after, x.dtype)
 
 
-def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
+def begin_product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Unfinished:
     """x [rows, in] times a packed weight."""
-    y: Tensor = kernels.packed_product(x, data, scales, after)
+    y: Unfinished = kernels.begin_product(x, data, scales, after)
     return y
 
 
-def scaled(y: Tensor, after: Tensor) -> Tensor:
-    """y [rows, out] times FP32 [out, 1], rounded once more: what the emulation does after its product."""
-    if y.is_cuda:
-        out: Tensor = kernels.scaled(y, after)
-        return out
-    return (y.float() * after.t()).to(y.dtype)
+def finish(product: Unfinished) -> Tensor:
+    """[rows, columns], rounded as the emulation's: its product first, where a copy multiplied, and then the result."""
+    if product.parts.is_cuda:
+        y: Tensor = kernels.finish(product)
+        return y
+    return product.written_out()
 
 
 def pack_layers(model: Transformer) -> int:
@@ -175,7 +193,7 @@ def _agrees(spec: QuantSpec, weight: Tensor, inputs: Sequence[Tensor], device: t
     times = torch.ones(1, 1) if after is None else after.t()
     for x in inputs:
         given = x.to(device, torch.bfloat16)
-        got = product(given, data, scales, None if after is None else after.to(device)).float().cpu()
+        got = finish(begin_product(given, data, scales, None if after is None else after.to(device))).float().cpu()
         expected, size = (f(given.float().cpu()) @ f(dense).t() * times for f in (torch.clone, torch.abs))
         if not bool(((got - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * size).all()):
             return False

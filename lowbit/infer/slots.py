@@ -4,9 +4,7 @@ A `Group` is a request: its prompt is read once, and its samples start from that
 free. A `Row` is one sample. Running rows fill the slots from the front, without holes, so that a step computes as few
 slots as it can: a row that ends is replaced by the next one waiting, or by the last one running.
 
-On the device a slot is a line of int64 numbers, which the decoding step reads and moves on by itself:
-
-    [token to be read, tokens stored, length of the prompt (0: nobody's), line of its noise, table of blocks ...]
+On the device a slot is a line of numbers, which the decoding step reads and moves on by itself (`lines`).
 """
 
 from collections import deque
@@ -18,11 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lowbit.infer.lines import TABLE, TOKEN
 from lowbit.infer.requests import Request, Sample
 from lowbit.infer.sampling import uniforms
 
-TOKEN, STORED, PROMPT, NOISE, TABLE = range(5)
-"""Columns of a slot's line."""
 NOISE_CHUNK = 1 << 20
 """Numbers of noise that are made at once."""
 

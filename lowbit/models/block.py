@@ -24,11 +24,7 @@ from lowbit.models.attention_z import attention_with_z
 from lowbit.models.cost import is_moe_layer, kv_source
 from lowbit.models.layers import KVCache, Linear, RMSNorm, project
 from lowbit.models.moe import Mlp, Moe
-from lowbit.models.rope import apply_rope
-
-Rope = tuple[Tensor, Tensor]
-"""cos and sin, FP32 [B or 1, T, 1, D]: see `rope_tables`."""
-
+from lowbit.models.rope import Rope, apply_rope
 
 KV = tuple[Tensor, Tensor]
 """Keys and values of a layer, [B, Hkv, S, D] each, normalised and turned."""

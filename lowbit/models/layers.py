@@ -9,7 +9,7 @@ a token and does gain: there `frozen_weights` holds the rounded copies while not
 RMSNorm (Zhang and Sennrich, 2019, arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * weight, its statistics in FP32.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from lowbit.errors import DataError
 from lowbit.models import kernels
 from lowbit.models.low_rank import LowRank
+from lowbit.models.rope import Rope
 
 
 class Linear(nn.Module):
@@ -231,8 +232,8 @@ class KVCache(Protocol):
     How they are stored is the cache's business (blocks, eight bits), so it attends to them itself.
     """
 
-    def positions(self, new_tokens: int) -> Tensor:
-        """Depth of the next T tokens of each row: int64 [B, T]."""
+    def rope(self, new_tokens: int, tables: Callable[[Tensor], Rope]) -> Rope:
+        """Rotary tables of the next T tokens of each row; `tables` gives them for positions, int64 [B, T]."""
         ...
 
     def mask(self, new_tokens: int, window: int | None) -> Any:

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from lowbit.configs.schema import RopeConfig, RopeScaling
 
+Rope = tuple[Tensor, Tensor]
+"""cos and sin, FP32 [B or 1, T, 1, D]: see `rope_tables`."""
+
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[list[float], float]:
     """Angle a position for each of the D/2 pairs [radians], and the factor on cos and sin (1 but for yarn)."""
@@ -57,7 +60,7 @@ def _yarn(plain: list[float], config: RopeConfig, head_dim: int) -> list[float]:
     return blended
 
 
-def rope_tables(position: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def rope_tables(position: Tensor, frequencies: Tensor, factor: float) -> Rope:
     """cos and sin of every angle as `apply_rope` wants them, FP32.
 
     Args:

@@ -30,11 +30,11 @@ from lowbit.configs.schema_model import head_dim_of
 from lowbit.configs.validate_model import check_architecture
 from lowbit.errors import ConfigError, DataError
 from lowbit.models.attention import prepare_mask
-from lowbit.models.block import KV, Block, BlockOutput, Rope
+from lowbit.models.block import KV, Block, BlockOutput
 from lowbit.models.cost import kv_owners, kv_source, mup_ratio, vocab_rows_of, window_of
 from lowbit.models.layers import Embedding, KVCache, Linear, RMSNorm, state_buffers
 from lowbit.models.moe import Moe
-from lowbit.models.rope import rope_frequencies, rope_tables
+from lowbit.models.rope import Rope, rope_frequencies, rope_tables
 from lowbit.models.varlen import takes
 from lowbit.models.visibility import Visibility
 
@@ -155,10 +155,10 @@ class Transformer(nn.Module):
                 how = (self.needs_flex, self.uses_varlen)
                 masks[window] = prepare_mask(visibility, batch, length, device, window or None, *how)
         if cache is not None:
-            position = cache.positions(length)
+            rope = cache.rope(length, self.rope)
         else:
             position = torch.arange(length, device=device)[None] if visibility is None else visibility.position
-        rope = self.rope(position.to(device, non_blocking=True))
+            rope = self.rope(position.to(device, non_blocking=True))
         hidden: Tensor = self.final_norm(self._through_blocks(self.embed(tokens), masks, rope, cache))
         return hidden if self._output_scale == 1 else hidden * self._output_scale
 

@@ -10,7 +10,8 @@ from attention_cases import mend_interpreter
 from torch import Tensor
 
 from lowbit.infer.arrangement import arranged
-from lowbit.infer.kernels.packed import Shape, packed_product
+from lowbit.infer.kernels.packed import Shape, begin_product
+from lowbit.infer.kernels.unfinished import finish
 from lowbit.quant.quantise import quantise
 from lowbit.quant.spec import FP8_ROW, MXFP8, NVFP4, NVFP4_46, NVFP4_ROW, QuantSpec
 
@@ -33,7 +34,7 @@ def compare(spec: QuantSpec, x: Tensor, weight: Tensor, device: str, asm: bool, 
     assert data is not None
     outer = None if after is None else after.to(device)
     dtype = torch.bfloat16 if asm else torch.float32
-    got = packed_product(x.to(device), data, scales, outer, asm, dtype, shape).cpu()
+    got = finish(begin_product(x.to(device), data, scales, outer, asm, dtype, shape)).cpu()
     expected = x.double() @ made.operand().double().t()
     expected = expected if after is None else expected * after.double().t()
     assert got.dtype is dtype

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit.configs.schema import ModelConfig, MoeConfig
 from lowbit.configs.schema_model import head_dim_of
+from lowbit.infer.lines import NOISE, PROMPT, STORED, TABLE, TOKEN, Begun
 from lowbit.infer.requests import Request, Sample
 from lowbit.infer.sampling import SamplingConfig, choose, sampling_logprobs, uniforms
 from lowbit.models.layers import weights_and_state
@@ -97,3 +98,19 @@ def transformers_twin(model: Transformer) -> Any:
         state[name] = tensor[:VOCAB] if "lm_head" in name or "embed" in name else tensor
     twin.load_state_dict(state, strict=True)
     return twin.eval()
+
+
+def begun_as_written(lines: Tensor, noise: Tensor, rope: tuple[Tensor, Tensor], blocks: int, block: int) -> Begun:
+    """See `kernels.begin_step`."""
+    stored, table = lines[:, STORED], lines[:, TABLE : TABLE + blocks]
+    which = (stored // block).clamp(max=blocks - 1)
+    places = table.gather(1, which[:, None])[:, 0] * block + stored % block
+    drawn = (stored + 1 - lines[:, PROMPT]).clamp(0, noise.shape[1] - 1)
+    cos, sin = (every.view(-1, every.shape[-1])[stored][:, None, None] for every in rope)
+    return Begun(places, (cos, sin), noise[lines[:, NOISE], drawn])
+
+
+def ended_as_written(lines: Tensor, values: Tensor) -> None:
+    """See `kernels.end_step`."""
+    lines[:, TOKEN] = values[:, 0].long()
+    lines[:, STORED] += lines[:, PROMPT] > 0

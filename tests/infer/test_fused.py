@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from packed_order import held_numbers
-from sampler_oracle import logprobs_of, model_of
+from sampler_oracle import begun_as_written, ended_as_written, logprobs_of, model_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,8 +20,10 @@ from lowbit.infer.fused import FusedNorm, JoinedLinear, JoinedPacked, exchange, 
 from lowbit.infer.packed import PackedLinear
 from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
+from lowbit.infer.unfinished import Unfinished
 from lowbit.infer.weights import HeldWeights
 from lowbit.models.layers import weights_and_state
+from lowbit.models.rope import apply_rope
 from lowbit.quant.apply import candidates
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.resolve import resolve
@@ -36,26 +38,53 @@ def written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the kernels what defines them, so that all the rest runs on a CPU."""
     known: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
-    def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
+    def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Unfinished:
         outer = torch.ones(len(data) * 16, 1) if after is None else after
         key = (data.data_ptr(), data._version, len(data))
         if key not in known:  # with the tensor, so that no other comes to lie there
             known[key] = data, held_numbers(x.shape[1], data, scales, outer).operand().float()
-        _, numbers = known[key]
-        return F.linear(x.float(), numbers).mul(outer.t()).to(x.dtype)
+        halves = zip(x.float().chunk(2, dim=1), known[key][1].chunk(2, dim=1), strict=True)
+        return Unfinished(torch.stack([F.linear(a, b) for a, b in halves]), outer, x.dtype)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
-    monkeypatch.setattr(packed, "product", product)
+    def add_norm(x: Tensor, delta: Unfinished, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + delta.written_out().view(x.shape)
+        return total, rms_norm(total, weight, eps)
 
-    def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return x + delta, rms_norm(x + delta, weight, eps)
+    def turn_and_store(
+        qkv: tuple[Unfinished, Unfinished, Unfinished],
+        norms: tuple[Tensor, Tensor, float] | None,
+        rope: tuple[Tensor, Tensor],
+        memory: kernels.Memory,
+        slots: Tensor,
+        largest: float | None,
+    ) -> Tensor:
+        assert norms is not None and largest is None
+        q, k, v = (part.written_out().view(len(slots), -1, memory[0].shape[-1]) for part in qkv)
+        q, k = (apply_rope(rms_norm(x, w, norms[2])[:, None], *rope)[:, 0] for x, w in ((q, norms[0]), (k, norms[1])))
+        memory[0][slots], memory[1][slots] = k, v
+        return q
 
+    def decode(
+        q: Tensor, memory: kernels.Memory, table: Tensor, start: Tensor, block: int, window: int, *_: object
+    ) -> Tensor:
+        places = (table[:, :, None] * block + torch.arange(block)).flatten(1)
+        k, v = (x[places].transpose(1, 2) for x in memory[:2])
+        seen = (torch.arange(places.shape[1]) <= start[:, None])[:, None, None]
+        return F.scaled_dot_product_attention(q[:, :, None], k, v, seen, enable_gqa=True)[:, :, 0]
+
+    monkeypatch.setattr(kernels, "handles", lambda keys: True)
+    monkeypatch.setattr(packed, "begin_product", product)
     monkeypatch.setattr(kernels, "rms_norm", rms_norm)
     monkeypatch.setattr(kernels, "add_norm", add_norm)
-    monkeypatch.setattr(kernels, "silu_mul", lambda gate, up: F.silu(gate) * up)
+    monkeypatch.setattr(kernels, "silu_mul", lambda gate, up: F.silu(gate.written_out()) * up.written_out())
     monkeypatch.setattr(kernels, "embed", lambda tokens, weight, dtype: weight[tokens].to(dtype))
+    monkeypatch.setattr(kernels, "turn_and_store", turn_and_store)
+    monkeypatch.setattr(kernels, "decode", decode)
+    monkeypatch.setattr(kernels, "begin_step", begun_as_written)
+    monkeypatch.setattr(kernels, "end_step", ended_as_written)
 
 
 def _near(d: Tensor, precision: str | None) -> None:
@@ -162,9 +191,11 @@ def test_the_kernels_in_the_interpreter(case: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_parts_on_a_gpu(dtype: torch.dtype) -> None:
-    from fused_cases import compare_parts
+    from fused_cases import compare_parts, compare_steps, compare_turning
 
     compare_parts(dtype, "cuda")
+    compare_turning(dtype, "cuda")
+    compare_steps("cuda")
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from lowbit.configs.schema import PrecisionConfig
 from lowbit.infer import packed
 from lowbit.infer.arrangement import arranged
 from lowbit.infer.packed import FEW_ROWS, PackedLinear, weight_only
+from lowbit.infer.unfinished import Unfinished
 from lowbit.models.layers import Linear, project
 from lowbit.quant.linear import LowbitLinear
 from lowbit.quant.philox import make_clock, make_key
@@ -82,13 +83,13 @@ def test_few_rows_go_to_the_kernel_and_many_to_the_copy(name: str, rows: int, mo
     layers, plain = zip(_layer(name), _layer(name, 32, 2), strict=True)
     calls = []
 
-    def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
+    def product(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Unfinished:
         calls.append(x.shape[0])
         [layer] = [layer for layer in layers if layer.frozen_data is data]
-        y = x.double() @ _unpacked(layer).operand().double().t()
-        return (y if after is None else y * after.double().t()).to(x.dtype)
+        halves = zip(x.float().chunk(2, dim=1), _unpacked(layer).operand().float().chunk(2, dim=1), strict=True)
+        return Unfinished(torch.stack([a @ b.t() for a, b in halves]), after, x.dtype)
 
-    monkeypatch.setattr(packed, "product", product)
+    monkeypatch.setattr(packed, "begin_product", product)
     x = torch.randn(rows, 1, 256).bfloat16()
     with torch.no_grad():
         ours, theirs = project(x, *layers), project(x, *plain)
@@ -104,15 +105,16 @@ def test_a_kernel_that_is_wrong_or_fails_is_named_and_not_used(
 ) -> None:
     cpu = torch.device("cpu")
 
-    def right(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Tensor:
+    def right(x: Tensor, data: Tensor, scales: Tensor | None, after: Tensor | None) -> Unfinished:
         values = held_numbers(x.shape[1], data, scales, after).values()
         y, scale = x.float() @ values.operand().float().t(), values.after()
-        return (y if scale is None else y * scale.t()).to(x.dtype)
+        return Unfinished(y[None], scale, x.dtype)
 
-    def off(*arguments: Tensor) -> Tensor:
-        return 1.05 * right(*arguments)  # type: ignore[arg-type]
+    def off(*arguments: Tensor) -> Unfinished:
+        made = right(*arguments)  # type: ignore[arg-type]
+        return made._replace(parts=1.05 * made.parts)
 
-    def failing(*arguments: Tensor) -> Tensor:
+    def failing(*arguments: Tensor) -> Unfinished:
         raise RuntimeError("no such instruction")
 
     for product, text in (
@@ -120,7 +122,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_named_and_not_used(
         (off, "computes something else"),
         (failing, "RuntimeError: no such instruction"),
     ):
-        monkeypatch.setattr(packed, "product", product)
+        monkeypatch.setattr(packed, "begin_product", product)
         packed.wrong.cache_clear()
         caplog.clear()
         why = packed.wrong(spec, cpu)

@@ -12,9 +12,9 @@ from torch import Tensor
 Memory = tuple[Tensor, Tensor, Tensor, Tensor]
 """Keys, values [places, Hkv, D] and their scales [places, Hkv] of one layer."""
 PACKED_ROWS = 64
-"""Most rows of x that `packed_product` takes."""
+"""Most rows of x that `begin_product` takes."""
 PACKED_MULTIPLE = 128
-"""What `packed_product` wants the width of x to be a multiple of."""
+"""What `begin_product` wants the width of x to be a multiple of."""
 MOST_TOKENS = 1 << 20
 """Largest vocabulary that `draw` takes."""
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING or torch.version.cuda is not None:
     from lowbit.infer.kernels.attention import decode, store
     from lowbit.infer.kernels.chain import chaining
     from lowbit.infer.kernels.draw import draw
-    from lowbit.infer.kernels.fused import add_norm, embed, rms_norm, scaled, silu_mul, turn_and_store
-    from lowbit.infer.kernels.packed import packed_product
+    from lowbit.infer.kernels.fused import add_norm, embed, rms_norm, silu_mul, turn_and_store
+    from lowbit.infer.kernels.packed import begin_product
+    from lowbit.infer.kernels.step import begin_step, end_step
+    from lowbit.infer.kernels.unfinished import finish
 else:
 
     def _never(*arguments: Any) -> Any:
@@ -34,7 +36,8 @@ else:
         """Nothing is launched."""
         return nullcontext()
 
-    add_norm = decode = draw = embed = store = rms_norm = scaled = silu_mul = turn_and_store = packed_product = _never
+    add_norm = begin_product = begin_step = decode = draw = embed = end_step = finish = _never
+    rms_norm = silu_mul = store = turn_and_store = _never
 
 
 def handles(keys: Tensor) -> bool:
@@ -49,14 +52,16 @@ __all__ = [
     "PACKED_ROWS",
     "Memory",
     "add_norm",
+    "begin_product",
+    "begin_step",
     "chaining",
     "decode",
     "draw",
     "embed",
+    "end_step",
+    "finish",
     "handles",
-    "packed_product",
     "rms_norm",
-    "scaled",
     "silu_mul",
     "store",
     "turn_and_store",

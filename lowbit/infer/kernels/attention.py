@@ -62,8 +62,8 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, INTEGER: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
     wait(CHAINED)
+    let_next(CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.load(slots + row) * HEADS + head
     d = tl.arange(0, D)
@@ -92,8 +92,8 @@ def _piece_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
     CAP: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
     wait(CHAINED)
+    let_next(CHAINED)
     row, head, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(start + row * start_row).to(tl.int32) + 1
     first = 0
@@ -156,8 +156,8 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
     wait(CHAINED)
+    let_next(CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(start + row * start_row).to(tl.int32) + 1
     first = 0

@@ -23,8 +23,8 @@ BLOCK, CHUNK = 256, 2048
 def _sums_kernel(  # type: ignore[no-untyped-def]
     logits, greatest, sums, row_stride, V, temperature, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr
 ):
-    let_next(CHAINED)
     wait(CHAINED)
+    let_next(CHAINED)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     EACH: tl.constexpr = CHUNK // BLOCK
     block, inside = tl.arange(0, EACH), tl.arange(0, BLOCK)
@@ -55,8 +55,8 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     logits, greatest, sums, noise, values, row_stride, V, chunks, temperature,
     BLOCK: tl.constexpr, EACH: tl.constexpr, BLOCKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
     wait(CHAINED)
+    let_next(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     there = block < chunks * EACH

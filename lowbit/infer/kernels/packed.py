@@ -24,7 +24,7 @@ and scales by its own copies, x by those of all groups together, for whom a barr
 
 The weight's first turns are on their way before the kernel before this one has ended (`chain`). Where a product has few
 rows of weights and x many, several programs take a share of the steps each, so that fewer read the same of x from
-afar; their sums are added by a kernel of its own (`_sum_kernel`), in their order.
+afar; their sums are added by who reads the product, in their order (`unfinished`).
 """
 
 from typing import NamedTuple
@@ -57,6 +57,7 @@ from lowbit.infer.kernels.ring import (
     together,
     waiting,
 )
+from lowbit.infer.unfinished import Unfinished
 
 X_TILE = 8
 """Rows of x that the tensor core takes at once."""
@@ -65,8 +66,6 @@ RING_BYTES, RING_BYTES_ALONE = 40 * 1024, 46 * 1024
 are several."""
 PROGRAMS, MOST_SPLITS = 192, 16
 """Programs of a product of a small weight, about; most that share its steps."""
-SUM_STEP = 512
-"""Numbers of a program that adds what several have made."""
 
 
 class Shape(NamedTuple):
@@ -273,7 +272,6 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     AFTER: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
     STAGES: tl.constexpr, DECLARATION: tl.constexpr, WAITING: tl.constexpr,
 ):  # fmt: skip
-    let_next(CHAINED)
     word = tl.pointer_type(tl.int32)
     data, scales, x = data.to(word), scales.to(word), x.to(word)
     x_row = x_row // 2
@@ -342,6 +340,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         code += MEMBERS * 256
         scale += MEMBERS * SCALES
+    let_next(CHAINED)
 
     # Thread 4 r + j has rows r (c0, c1) and r + 8 (c2, c3) of W, rows 2 j and 2 j + 1 of x
     above = tl.join(_over_warps(c0, GROUPS, MEMBERS), _over_warps(c1, GROUPS, MEMBERS))
@@ -351,27 +350,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     _store(out * UNIT, after, y, M, all_tiles, TILES, GROUPS, X_TILES, AFTER)
 
 
-@triton.jit(do_not_specialize=["SIZE", "N"])
-def _sum_kernel(  # type: ignore[no-untyped-def]
-    parts, after, y, SIZE, N, SPLITS: tl.constexpr, AFTER: tl.constexpr, STEP: tl.constexpr, CHAINED: tl.constexpr
-):
-    let_next(CHAINED)
-    at = tl.program_id(0) * STEP + tl.arange(0, STEP)
-    inside = at < SIZE
-    if AFTER == 1:
-        scale = tl.load(after)
-    if AFTER == 2:
-        scale = tl.load(after + at % N, mask=inside, other=0.0)
-    wait(CHAINED)
-    total = tl.load(parts + at, mask=inside, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(parts + split * SIZE + at, mask=inside, other=0.0)
-    if AFTER > 0:
-        total *= scale
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
-
-
-def packed_product(
+def begin_product(
     x: Tensor,
     data: Tensor,
     scales: Tensor | None,
@@ -379,8 +358,8 @@ def packed_product(
     asm: bool = True,
     out: torch.dtype = torch.bfloat16,
     shape: Shape | None = None,
-) -> Tensor:
-    """x [M, K] W^T -> [M, N].
+) -> Unfinished:
+    """x [M, K] W^T -> [M, N], where several programs share the steps as a sum a share.
 
     Args:
         x: BF16, M up to PACKED_ROWS, K a multiple of PACKED_MULTIPLE; the numbers of a row lie next to each other.
@@ -399,20 +378,14 @@ def packed_product(
     share = triton.cdiv(steps, cut.splits)
     splits = triton.cdiv(steps, share)
     assert cut.stages >= 2 and rows <= cut.x_rows
-    y = torch.empty(rows, tiles * TILE_ROWS, dtype=out, device=x.device)
-    parts = y if splits == 1 else torch.empty(splits, *y.shape, device=x.device)
-    kind = 0 if after is None else 1 if after.numel() == 1 else 2
+    parts = torch.empty(splits, rows, tiles * TILE_ROWS, dtype=out if splits == 1 else torch.float32, device=x.device)
+    left = None if splits == 1 else after
     _product_kernel[(triton.cdiv(tiles, cut.tiles * cut.groups), splits)](
         x, data, data if scales is None else scales, data if after is None else after, parts,
         rows, tiles, steps, share, x.stride(0),
         BITS=4 if width == steps * 128 else 8, SCALED=scales is not None, TILES=cut.tiles, GROUPS=cut.groups,
-        X_ROWS=cut.x_rows, WARPS=cut.warps, AFTER=kind if splits == 1 else 0, ASM=asm,
+        X_ROWS=cut.x_rows, WARPS=cut.warps, AFTER=Unfinished(parts, after, out).kind if splits == 1 else 0, ASM=asm,
         STAGES=cut.stages, DECLARATION=declaration(cut.stages * cut.turn_bytes), WAITING=waiting(cut.stages - 2),
         num_warps=cut.warps, **chained(x.device),
     )  # fmt: skip
-    if splits > 1:
-        _sum_kernel[(triton.cdiv(y.numel(), SUM_STEP),)](
-            parts, data if after is None else after, y, y.numel(), y.shape[1],
-            SPLITS=splits, AFTER=kind, STEP=SUM_STEP, num_warps=4, **chained(x.device),
-        )  # fmt: skip
-    return y
+    return Unfinished(parts, left, out)
