@@ -14,6 +14,7 @@ model as written stays the definition; a layer that does not fit a pattern stays
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from lowbit.infer import kernels
 from lowbit.infer.cache import View
+from lowbit.infer.native import NativeLinear
 from lowbit.infer.packed import Forms, PackedLinear, finish
 from lowbit.infer.unfinished import Unfinished
 from lowbit.infer.weights import HeldWeights
@@ -201,6 +203,31 @@ class PackedBuffers(Joined):
         )
 
 
+class JoinedNative(NativeLinear):
+    """A `NativeLinear` that multiplies for its siblings, too."""
+
+    joined: "NativeBuffers | None" = None
+
+    def project_together(self, x: Tensor, others: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """See `Linear.project_together`."""
+        if self.joined is None or not self.joined.fits(others):
+            return super().project_together(x, others)
+        [y] = self.multiply(x, [self.joined.native])
+        return torch.split(y, self.joined.sizes, dim=-1)
+
+
+class NativeBuffers(Joined):
+    """Of siblings that hold codes, with a scale a row."""
+
+    def __init__(self, held: HeldWeights, names: Sequence[str]) -> None:
+        super().__init__(held, names)
+        scales = held.join(names, "frozen_scale")
+        first = held.layers[names[0]]
+        assert isinstance(first, NativeLinear)
+        one = first.native()
+        self.native = replace(one, codes=self.weight, scales=scales, shape=(len(self.weight), one.shape[1]))
+
+
 def exchange(model: Transformer) -> None:
     """Exchange the modules of a sampler's model, before its weights are held."""
     for block in model.blocks:
@@ -242,7 +269,7 @@ def _become(module: nn.Module, was: type[nn.Module], will: type[nn.Module]) -> N
 
 def _lead(first: Linear, others: Iterable[Linear]) -> None:
     """Make the first of siblings of one kind the one that multiplies."""
-    for was, will in ((Linear, JoinedLinear), (PackedLinear, JoinedPacked)):
+    for was, will in ((Linear, JoinedLinear), (PackedLinear, JoinedPacked), (NativeLinear, JoinedNative)):
         if all(type(layer) is was for layer in (first, *others)):
             _become(first, was, will)
 
@@ -260,9 +287,23 @@ def join(model: Transformer, held: HeldWeights) -> None:
 
 def _join(held: HeldWeights, names: dict[int, str], layers: list[Linear]) -> None:
     first, found = layers[0], [names[id(layer)] for layer in layers]
+    if isinstance(first, JoinedNative):
+        if _each_row_has_a_scale(layers):
+            first.joined = NativeBuffers(held, found)
+        return
     if any(layer.frozen is None or layer.frozen.dtype is not torch.bfloat16 for layer in layers):
         return  # FP32 copies are the masters themselves
     if isinstance(first, JoinedLinear):
         first.joined = Joined(held, found)
     elif isinstance(first, JoinedPacked):
         first.joined = PackedBuffers(held, found)
+
+
+def _each_row_has_a_scale(layers: Sequence[Linear]) -> bool:
+    """Whether native layers of one policy can be rows of one weight."""
+    first = layers[0]
+    if not isinstance(first, NativeLinear):
+        return False
+    alike = all(isinstance(layer, NativeLinear) and first.computes_as(layer) for layer in layers)
+    shapes = [(layer.out_features, 1) for layer in layers]
+    return alike and [layer.native().scales.shape for layer in layers if isinstance(layer, NativeLinear)] == shapes

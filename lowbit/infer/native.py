@@ -45,10 +45,14 @@ class NativeLinear(LowbitLinear):
         layers = [self, *(o for o in others if isinstance(o, NativeLinear) and self.computes_as(o))]
         if len(layers) <= len(others):
             return tuple(linear(x) for linear in (self, *others))
+        return self.multiply(x, [layer.native() for layer in layers])
+
+    def multiply(self, x: Tensor, weights: Sequence[Native]) -> tuple[Tensor, ...]:
+        """x [..., in] times each of these."""
         rows = x.reshape(-1, x.shape[-1])
         stream = Stream(self.key, self.clock, Product.FPROP, Side.LEFT)
-        rights = [layer.native() for layer in layers]  # no mean is split off here: nothing else of the weights is read
-        outputs = forward_product(rows, [], rights, stream, None, self.policy).outputs
+        # no mean is split off here: nothing else of the weights is read
+        outputs = forward_product(rows, [], weights, stream, None, self.policy).outputs
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from lowbit.configs.schema import NormPlacement, PrecisionConfig
 from lowbit.infer import kernels, packed
 from lowbit.infer.embedded import EmbeddedSampler
-from lowbit.infer.fused import FusedNorm, JoinedLinear, JoinedPacked, exchange, join
+from lowbit.infer.fused import FusedNorm, JoinedLinear, JoinedNative, JoinedPacked, exchange, join
 from lowbit.infer.packed import PackedLinear
 from lowbit.infer.requests import Request
 from lowbit.infer.sampling import SamplingConfig
@@ -211,15 +211,23 @@ def test_the_parts_on_a_gpu(dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_a_fused_engine_is_one_that_is_not(changes: dict[str, object], precision: str | None) -> None:
+    """Also after an update."""
     policy = None if precision is None else resolve(PrecisionConfig(sampler=precision))
-    model = model_of(torch.bfloat16, **(WIDE | changes)).cuda()
+    model, new = (model_of(torch.bfloat16, seed=seed, **(WIDE | changes)).cuda() for seed in (4, 9))
     native = precision == "fp8_row"  # rounds once where the emulation does twice
     plain = EmbeddedSampler(model, None, policy, slots=8, fused=False, packed=native)
+    engine = EmbeddedSampler(model, None, policy, slots=8)
+    leads = {None: JoinedLinear, "nvfp4_w4a16": JoinedPacked, "fp8_row": JoinedNative}.get(precision)
+    for block in engine.model.blocks if leads is not None else []:
+        assert isinstance(block.mlp.gate, leads) and block.mlp.gate.joined is not None
     requests = [Request((1, 2, 3), i, 40, 4) for i in range(5)]
-    apart = []
-    for request, group in zip(
-        requests, EmbeddedSampler(model, None, policy, slots=8).sample(requests, SamplingConfig(), seed=1), strict=True
-    ):
-        for sample in group:
-            apart.append(torch.tensor(sample.logprobs) - logprobs_of(plain.model, request, sample, SamplingConfig()))
-    _near(torch.cat(apart), precision)
+    for weights in (None, new):
+        if weights is not None:
+            for each in (plain, engine):
+                each.update(weights_and_state(weights).items(), 1)
+        apart = []
+        for request, group in zip(requests, engine.sample(requests, SamplingConfig(), seed=1), strict=True):
+            for sample in group:
+                theirs = logprobs_of(plain.model, request, sample, SamplingConfig())
+                apart.append(torch.tensor(sample.logprobs) - theirs)
+        _near(torch.cat(apart), precision)

@@ -4,8 +4,9 @@ import random
 
 import torch
 
+from lowbit.infer.lines import NOISE, PROMPT, STORED, TABLE, TOKEN
 from lowbit.infer.requests import Request
-from lowbit.infer.slots import NOISE, PROMPT, STORED, TABLE, TOKEN, Group, Row, Slots
+from lowbit.infer.slots import Group, Row, Slots
 
 
 def started(slots: Slots, rows: list[Row], draw: random.Random) -> dict[Row, int]:

@@ -12,11 +12,15 @@ gradient in registers. Everything inside is FP32; s is rounded to its type befor
 `x = x + delta; y = norm(x)`.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
+
+from lowbit.models.kernels.eager import bare
 
 PROGRAMS_PER_SM = 8
 
@@ -60,7 +64,6 @@ def _backward(  # type: ignore[no-untyped-def]
     tl.store(dw_ptr + tl.program_id(0) * width + column, dw, inside)
 
 
-@triton_op("lowbit::add_norm", mutates_args={})
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + delta, its RMSNorm).
 
@@ -70,12 +73,22 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     Returns:
         Two tensors [..., width], contiguous, in the type of x.
     """
+    if bare():
+        return _launched(_forward, x, delta, weight, eps)
+    y: tuple[Tensor, Tensor] = _operator(x, delta, weight, eps)
+    return y
+
+
+@triton_op("lowbit::add_norm", mutates_args={})
+def _operator(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _launched(wrap_triton(_forward), x, delta, weight, eps)
+
+
+def _launched(kernel: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, delta = x.contiguous(), delta.contiguous()
     width = x.shape[-1]
     s, y = torch.empty_like(x), torch.empty_like(x)
-    wrap_triton(_forward)[(x.numel() // width,)](
-        x, delta, weight, s, y, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=4
-    )
+    kernel[(x.numel() // width,)](x, delta, weight, s, y, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=4)
     return s, y
 
 
@@ -106,4 +119,4 @@ def _gradients(ctx, ds: Tensor, dy: Tensor):  # type: ignore[no-untyped-def]
     return dx, dx, dw, None
 
 
-add_norm.register_autograd(_gradients, setup_context=_save)
+_operator.register_autograd(_gradients, setup_context=_save)

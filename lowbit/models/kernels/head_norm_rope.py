@@ -14,11 +14,15 @@ that the tables are read once a token and not once a head; the gain's gradient s
 second load of the same row, which the first-level cache serves. Everything inside is FP32.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
+
+from lowbit.models.kernels.eager import bare
 
 TOKENS = 16
 """Tokens a program takes: 16 x 128 numbers a tensor leave room for five programs a multiprocessor."""
@@ -79,7 +83,6 @@ def _backward(  # type: ignore[no-untyped-def]
     tl.store(dw_ptr + tl.program_id(0) * D + tl.arange(0, D), tl.sum(dw, 0))
 
 
-@triton_op("lowbit::head_norm_rope", mutates_args={})
 def head_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Normalise each head, then turn it.
 
@@ -90,10 +93,22 @@ def head_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: flo
     Returns:
         [B, T, H, D] contiguous, in the type of x.
     """
+    if bare():
+        return _launched(_forward, x, weight, cos, sin, eps)
+    y: Tensor = _operator(x, weight, cos, sin, eps)
+    return y
+
+
+@triton_op("lowbit::head_norm_rope", mutates_args={})
+def _operator(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    return _launched(wrap_triton(_forward), x, weight, cos, sin, eps)
+
+
+def _launched(kernel: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     batch, tokens, heads, dim = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n_tokens = batch * tokens
-    wrap_triton(_forward)[(triton.cdiv(n_tokens, TOKENS),)](
+    kernel[(triton.cdiv(n_tokens, TOKENS),)](
         x, weight, cos, sin, y, n_tokens, tokens, heads, cos.shape[0] * tokens, eps,
         x.stride(0), x.stride(1), x.stride(2), D=dim, TOKENS=TOKENS, num_warps=4,
     )  # fmt: skip
@@ -131,4 +146,4 @@ def _gradients(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     return dx, dw, None, None, None
 
 
-head_norm_rope.register_autograd(_gradients, setup_context=_save)
+_operator.register_autograd(_gradients, setup_context=_save)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.quant.backends.base import Native
-from lowbit.quant.bits import is_finite, read_bf16
+from lowbit.quant.bits import check_readable, is_finite, read_bf16
 from lowbit.quant.formats import E4M3
 from lowbit.quant.scales import one_level
 from lowbit.quant.spec import Outer, QuantSpec, Rounding, Scale
@@ -56,6 +56,10 @@ def quantise_both(
         return found, found_t
     kind = kind_of(spec or spec_t)
     assert kind is not None
+    if kind == "row" and spec is not None and spec_t is None and amax is None and x.is_cuda:
+        whole = _whole_rows(x, spec)
+        if whole is not None:
+            return whole, None
     scale = scale_t = multiplier = multiplier_t = x.new_empty(0, dtype=torch.float32)
     if kind == "tensor":
         scale, multiplier = _given(x, (0, 1), spec or spec_t, amax)
@@ -76,6 +80,19 @@ def quantise_both(
         None if spec is None else Native(codes, scale, None, (rows, columns), spec, "fp8"),
         None if spec_t is None else Native(codes_t, scale_t, None, (columns, rows), spec_t, "fp8"),
     )
+
+
+def _whole_rows(x: Tensor, spec: QuantSpec) -> Native | None:
+    """Q(x) by a kernel that finds the scales as well, on a GPU; None where a compiler fuses the maxima with what made
+    x, or rows are too long."""
+    from lowbit.quant.backends.fp8_kernel import MOST_COLUMNS, launch_rows
+
+    width = _up(x.shape[1], MULTIPLE)
+    if torch.compiler.is_compiling() or x.numel() == 0 or x.stride(1) != 1 or width > MOST_COLUMNS:
+        return None
+    check_readable(x.dtype)
+    codes, scales = launch_rows(x, spec.scale is Scale.POWER_OF_TWO, width)
+    return Native(codes, scales, None, (x.shape[0], x.shape[1]), spec, "fp8")
 
 
 def _given(

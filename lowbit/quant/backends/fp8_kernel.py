@@ -6,6 +6,8 @@ A program takes a tile of 128 x 128. Scales of blocks (1x128 along either direct
 multipliers of a whole tensor, of rows and of columns are given, since no tile can know them. 2 bytes are read and 1 or
 2 written for each BF16 number, where a kernel a direction reads twice.
 
+Rows alone, which is what a sampler quantises, take a program each, which finds the row's scale as well (`launch_rows`).
+
 Maxima are taken over bit patterns as integers, where NaN is above infinity and not lost. The cast rounds to nearest
 even as the reference does. Triton's interpreter, in which tests run this kernel on a CPU, casts wrongly: there, with
 INTEGER, E4M3 is rounded by integer arithmetic (`kernels.triton_numbers`).
@@ -19,6 +21,8 @@ from torch import Tensor
 from lowbit.quant.kernels.triton_numbers import NEAREST, encode, round_to
 
 TILE = 128
+MOST_COLUMNS = 1 << 15
+"""Of a row that a program takes at once."""
 GIVEN, BLOCK, SQUARE = 0, 1, 2
 """Where scales come from: multipliers that are given; 1x128 blocks; 128x128 blocks."""
 
@@ -139,3 +143,39 @@ def launch(
         KIND={"tensor": GIVEN, "row": GIVEN, "block": BLOCK, "square": SQUARE}[kind], BY_ROW=kind == "row",
         FORWARD=forward, TRANSPOSED=transposed, INTEGER=integer, num_warps=8, maxnreg=128,
     )  # fmt: skip
+
+
+@triton.jit
+def _row_codes(  # type: ignore[no-untyped-def]
+    x_ptr, codes_ptr, scales_ptr, columns, row_stride, width,
+    WIDTH: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGER: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + row * row_stride + c, c < columns, 0.0)
+    x = _bf16_valued(x) if x_ptr.dtype.element_ty == tl.float32 else x.to(tl.float32)
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    if POWER_OF_TWO:
+        scale, multiplier = _power_of_two(amax)
+    else:
+        multiplier = tl.minimum(
+            tl.div_rn(448.0, tl.maximum(amax, 1).to(tl.float32, bitcast=True)), 3.4028234663852886e38
+        )
+        multiplier = tl.where(amax == 0, 1.0, tl.where(amax < 0x7F800000, multiplier, float("nan")))
+        scale = tl.div_rn(1.0, multiplier)
+    tl.store(scales_ptr + row, scale)
+    tl.store(codes_ptr + row * width + c, _e4m3(x * multiplier, INTEGER), c < width)
+
+
+def launch_rows(x: Tensor, power_of_two: bool, width: int, integer: bool = False) -> tuple[Tensor, Tensor]:
+    """x [rows, columns], BF16 or FP32, numbers of a row next to each other -> codes uint8 [rows, width], padded with
+    zeros, and FP32 [rows, 1]. columns up to MOST_COLUMNS."""
+    rows, columns = x.shape
+    codes = torch.empty(rows, width, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, 1, device=x.device)
+    wide = triton.next_power_of_2(width)
+    _row_codes[(rows,)](
+        x, codes, scales, columns, x.stride(0), width, WIDTH=wide, POWER_OF_TWO=power_of_two, INTEGER=integer,
+        num_warps=max(1, min(16, wide // 512)),
+    )  # fmt: skip
+    return codes, scales
