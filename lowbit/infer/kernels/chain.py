@@ -46,8 +46,8 @@ _asked: ContextVar[bool] = ContextVar("chained", default=False)
 
 @contextmanager
 def chaining(wanted: bool) -> Iterator[None]:
-    """Whether kernels that are launched in here are chained. It pays where products read weights before they wait; with
-    products of cuBLAS between them a step takes 3.5% longer (docs/LOG.md)."""
+    """Whether kernels that are launched in here are chained. It pays where products read weights before they wait
+    (docs/LOG.md)."""
     before = _asked.set(wanted)
     try:
         yield
